@@ -12,6 +12,7 @@ DIRECTIVES = {
     "wraparound": False,
     "cdivision": True,
     "always_allow_keywords": True,
+    "nonecheck": True,
 }
 
 # One line on a missing <infiniband/verbs.h>, not the hundred that follow from it.
@@ -20,6 +21,16 @@ COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wfatal-errors"]
 MODULES = ["_errors", "_library", "_view", "_verbs", "_queue"]
 
 SOFT_DEVICE = "rdmaview/softverbs"
+SOFT_SOURCES = [
+    "control",
+    "device",
+    "events",
+    "memory",
+    "names",
+    "objects",
+    "queue",
+    "transfer",
+]
 
 setup(
     ext_modules=cythonize(
@@ -40,10 +51,10 @@ setup(
             "rdmaview.softverbs._softverbs",
             [
                 f"{SOFT_DEVICE}/{name}.c"
-                for name in ["control", "device", "memory", "queue", "transfer"]
+                for name in SOFT_SOURCES
             ],
             include_dirs=["rdmaview"],
-            extra_compile_args=[*COMPILE_ARGS, "-Wall", "-Wextra", "-fvisibility=hidden"],
+            extra_compile_args=[*COMPILE_ARGS, "-Wall", "-Wextra"],
             extra_link_args=[
                 f"-Wl,--version-script={SOFT_DEVICE}/softverbs.map",
                 "-Wl,-Bsymbolic",

@@ -1,0 +1,59 @@
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
+from ._errors cimport Process
+from ._library cimport Library
+from ._view cimport Registration, State
+from .libibverbs cimport ibv_context, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr
+
+
+# What the owners of verbs objects have in common. Each holds its parent, and is
+# @no_gc_clear, so that in a reference cycle children still go before parents.
+cdef class Handle:
+    cdef State state
+    cdef Process process
+    # Open children, and calls that run without the GIL: what forbids to close.
+    cdef Py_ssize_t children
+
+
+cdef class Context(Handle):
+    cdef ibv_context *handle
+    cdef Library library
+    cdef readonly str name
+    # Asked for once: limits are checked before each registration.
+    cdef ibv_device_attr limits
+    cdef readonly Py_ssize_t mr_count
+    cdef readonly uint64_t mr_bytes
+    # Did the user see to its end, by close() or a with-statement?
+    cdef bint tended
+    cdef object __weakref__
+
+
+cdef class ProtectionDomain(Handle):
+    cdef ibv_pd *handle
+    # Closed after this one.
+    cdef readonly Context context
+
+
+cdef class HostMemory:
+    cdef Py_buffer buffer
+    cdef bint exported
+    # Of a raw address: what keeps it mapped.
+    cdef object owner
+
+
+cdef class MemoryRegion(Registration):
+    cdef ibv_mr *handle
+    # Deallocated after the region is deregistered.
+    cdef readonly ProtectionDomain pd
+    cdef int rights
+    # Work requests in flight that use this memory.
+    cdef Py_ssize_t pins
+
+
+cdef int check_open(Handle handle, str what) except -1
+cdef int begin_close(
+    State *state, Process process, Py_ssize_t *children, str verb, str what
+) except -1
+cdef int read_port(Context context, uint8_t port, ibv_port_attr *attributes) except -1
+cdef int parse_access(object access) except -1
+cdef int report_lost(int error, str verb, str what) except -1

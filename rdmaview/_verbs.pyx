@@ -1,0 +1,1447 @@
+"""Devices, protection domains and memory regions: ibv_reg_mr and what it needs."""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_ANY_CONTIGUOUS,
+    PyBUF_FULL_RO,
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
+from libc.errno cimport EBUSY, EFAULT, EINVAL, ENOMEM, EOPNOTSUPP
+from libc.errno cimport errno as c_errno
+from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+from posix.unistd cimport _SC_PAGESIZE, sysconf, usleep
+
+from ._errors cimport (
+    Process,
+    check_process,
+    failure,
+    is_this_process,
+    last_errno,
+    raise_verbs_error,
+    this_process,
+)
+from ._library cimport Library
+from ._view cimport (
+    CLOSED,
+    CLOSING,
+    OPEN,
+    MemoryRegionView,
+    Registration,
+    State,
+    new_view,
+    next_registration_id,
+    parse_range,
+    parse_slice,
+    parse_u64,
+    rdmaview_slice,
+    rdmaview_view,
+    rdmaview_within,
+)
+from .libibverbs cimport (
+    IBV_ACCESS_HUGETLB,
+    IBV_ACCESS_LOCAL_WRITE,
+    IBV_ACCESS_MW_BIND,
+    IBV_ACCESS_ON_DEMAND,
+    IBV_ACCESS_OPTIONAL_RANGE,
+    IBV_ACCESS_RELAXED_ORDERING,
+    IBV_ACCESS_REMOTE_ATOMIC,
+    IBV_ACCESS_REMOTE_READ,
+    IBV_ACCESS_REMOTE_WRITE,
+    IBV_ACCESS_ZERO_BASED,
+    IBV_FORK_DISABLED,
+    IBV_FORK_ENABLED,
+    IBV_GID_TYPE_IB,
+    IBV_GID_TYPE_ROCE_V1,
+    IBV_GID_TYPE_ROCE_V2,
+    IBV_LINK_LAYER_ETHERNET,
+    IBV_LINK_LAYER_INFINIBAND,
+    IBV_PORT_ACTIVE,
+    IBV_PORT_ACTIVE_DEFER,
+    IBV_PORT_ARMED,
+    IBV_PORT_DOWN,
+    IBV_PORT_INIT,
+    IBV_PORT_NOP,
+    _compat_ibv_port_attr,
+    ibv_context,
+    ibv_device,
+    ibv_device_attr,
+    ibv_gid_entry,
+    ibv_mr,
+    ibv_pd,
+    ibv_port_attr,
+)
+
+import enum
+import errno
+import operator
+import os
+import sys
+import warnings
+import weakref
+from collections import namedtuple
+
+from . import _host
+from ._errors import DeviceNotFoundError, StaleViewError, VerbsError
+from ._library import open_library
+
+cdef enum:
+    PEER_RIGHTS = (
+        IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC
+    )
+    WRITE_RIGHTS = (
+        IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC
+    )
+
+
+class Access(enum.IntFlag):
+    """Rights to registered memory, as in ibv_reg_mr(3)."""
+
+    LOCAL_WRITE = IBV_ACCESS_LOCAL_WRITE
+    REMOTE_WRITE = IBV_ACCESS_REMOTE_WRITE
+    REMOTE_READ = IBV_ACCESS_REMOTE_READ
+    REMOTE_ATOMIC = IBV_ACCESS_REMOTE_ATOMIC
+    MW_BIND = IBV_ACCESS_MW_BIND
+    ZERO_BASED = IBV_ACCESS_ZERO_BASED
+    ON_DEMAND = IBV_ACCESS_ON_DEMAND
+    HUGETLB = IBV_ACCESS_HUGETLB
+    RELAXED_ORDERING = IBV_ACCESS_RELAXED_ORDERING
+
+
+cdef int KNOWN_RIGHTS = 0
+for _right in Access:
+    KNOWN_RIGHTS |= <int>_right.value
+del _right
+
+DEVICE_FIELDS = (
+    "fw_ver node_guid sys_image_guid max_mr_size page_size_cap vendor_id "
+    "vendor_part_id hw_ver max_qp max_qp_wr device_cap_flags max_sge max_sge_rd "
+    "max_cq max_cqe max_mr max_pd max_qp_rd_atom max_res_rd_atom "
+    "max_qp_init_rd_atom max_mw max_ah max_srq max_srq_wr max_srq_sge max_pkeys "
+    "local_ca_ack_delay phys_port_cnt"
+)
+DeviceAttributes = namedtuple("DeviceAttributes", DEVICE_FIELDS)
+DeviceAttributes.__doc__ = """What a device can do, named as in ibv_query_device(3)."""
+
+PORT_FIELDS = (
+    "state max_mtu active_mtu gid_tbl_len port_cap_flags max_msg_sz pkey_tbl_len lid "
+    "sm_lid active_width active_speed phys_state link_layer"
+)
+PortAttributes = namedtuple("PortAttributes", PORT_FIELDS)
+PortAttributes.__doc__ = """A port, named as in ibv_query_port(3).
+
+`state` and `link_layer` are words, the MTUs and `max_msg_sz` bytes.
+"""
+
+GID = namedtuple("GID", "index type address raw")
+GID.__doc__ = """An entry of a port's GID table.
+
+`type` is "IB", "RoCE v1" or "RoCE v2", `address` its text, `raw` its 16 bytes.
+"""
+
+PORT_STATES = {
+    IBV_PORT_NOP: "NOP",
+    IBV_PORT_DOWN: "DOWN",
+    IBV_PORT_INIT: "INIT",
+    IBV_PORT_ARMED: "ARMED",
+    IBV_PORT_ACTIVE: "ACTIVE",
+    IBV_PORT_ACTIVE_DEFER: "ACTIVE_DEFER",
+}
+LINK_LAYERS = {
+    IBV_LINK_LAYER_INFINIBAND: "InfiniBand",
+    IBV_LINK_LAYER_ETHERNET: "Ethernet",
+}
+GID_TYPES = {
+    IBV_GID_TYPE_IB: "IB",
+    IBV_GID_TYPE_ROCE_V1: "RoCE v1",
+    IBV_GID_TYPE_ROCE_V2: "RoCE v2",
+}
+
+
+class Device:
+    """A device that is listed, open or not.
+
+    Attributes
+    ----------
+    name : str
+    kind : {"kernel", "soft"}
+    node : str
+        What must be opened to use it, as ``"/dev/infiniband/uverbs0"``.
+    """
+
+    def __init__(self, name, kind, node):
+        self.name = name
+        self.kind = kind
+        self.node = node
+        self._reason = None
+
+    def __repr__(self):
+        return f"<Device {self.name} ({self.kind})>"
+
+    @property
+    def openable(self):
+        """bool: could it be opened? Tried at the first look."""
+        return self.reason == ""
+
+    @property
+    def reason(self):
+        """str: why it can't be opened; empty if it can."""
+        if self._reason is None:
+            try:
+                open_context(self.name, self.kind).close()
+            except OSError as error:
+                self._reason = str(error)
+            else:
+                self._reason = ""
+        return self._reason
+
+
+def devices():
+    """List the devices, kernel ones first; no device is opened.
+
+    Returns
+    -------
+    list of Device
+    """
+    return [*list_devices("kernel")[0], *list_devices("soft")[0]]
+
+
+def open(name=None):
+    """Open a device.
+
+    Parameters
+    ----------
+    name : str, optional
+        Default: ``$RDMAVIEW_DEVICE``, else the first kernel device that can be
+        opened and has an active port. The built-in device is never chosen unasked.
+
+    Returns
+    -------
+    Context
+
+    Raises
+    ------
+    DeviceNotFoundError
+        No such device, or none to choose from; the text says why.
+    VerbsError
+        The named device can't be opened.
+    """
+    if name is None:
+        name = os.environ.get("RDMAVIEW_DEVICE") or None
+    elif not isinstance(name, str):
+        raise TypeError(f"a device's name is a str, not {type(name).__name__}: {name!r}")
+    if name is None:
+        return open_any()
+    troubles = []
+    for kind in ("soft", "kernel"):
+        found, trouble = list_devices(kind)
+        if name in [device.name for device in found]:
+            return open_context(name, kind)
+        troubles.append(trouble)
+    present = ", ".join(device.name for device in devices()) or "none"
+    raise DeviceNotFoundError(
+        f"no device is named {name!r} (present: {present}). " + " ".join(troubles)
+    )
+
+
+def fork_init():
+    """Make registered memory safe to fork() around, on kernels that need it.
+
+    See ibv_fork_init(3): it must come before the first registration, makes each
+    registration slower, and is not needed where the kernel copies pinned pages at
+    fork. rdmaview never calls it by itself.
+
+    Raises
+    ------
+    VerbsError
+        Memory was registered already (EINVAL), or ibv_fork_init failed.
+    """
+    cdef Library library
+    cdef int error
+    for kind in ("kernel", "soft"):
+        try:
+            library = open_library(kind)
+        except OSError:
+            continue
+        if (
+            library.verbs.is_fork_initialized != NULL
+            and library.verbs.is_fork_initialized() != IBV_FORK_DISABLED
+        ):
+            continue
+        if library.has_registered:
+            raise_verbs_error(
+                EINVAL,
+                "ibv_fork_init",
+                "memory was registered already in this process",
+                "It is too late: call fork_init() before the first registration",
+            )
+        error = failure(library.verbs.fork_init())
+        if error:
+            raise_verbs_error(
+                error,
+                "ibv_fork_init",
+                library.path,
+                "Another library may have registered memory before",
+            )
+
+
+def open_any():
+    """Open the first kernel device that has an active port."""
+    found, trouble = list_devices("kernel")
+    reasons = [trouble] if trouble else []
+    for device in found:
+        try:
+            context = open_context(device.name, device.kind)
+        except OSError as error:
+            reasons.append(f"{device.name}: {error}.")
+            continue
+        if context.has_active_port():
+            return context
+        context.close()
+        reasons.append(f"{device.name}: no port is active.")
+    raise DeviceNotFoundError(
+        "no kernel RDMA device can be used. "
+        + " ".join(reasons)
+        + " Without hardware, soft-RoCE makes one of any network interface: "
+        "rdma link add rxe0 type rxe netdev IFACE. Or ask for the built-in device "
+        'by name: open("soft0") or RDMAVIEW_DEVICE=soft0'
+    )
+
+
+def list_devices(kind):
+    """List one library's devices, and say what is wrong if they are too few.
+
+    Returns
+    -------
+    found : list of Device
+    trouble : str
+        Empty if nothing is.
+    """
+    cdef Library library
+    cdef ibv_device **handles
+    cdef int count = 0
+    cdef int error
+    cdef list found = []
+    try:
+        library = open_library(kind)
+    except OSError as failed:
+        return found, f"{failed}."
+    with nogil:
+        c_errno = 0
+        handles = library.verbs.get_device_list(&count)
+        error = last_errno() if handles == NULL else 0
+    if handles != NULL:
+        for i in range(count):
+            node = handles[i].dev_name.decode()
+            if kind == "kernel":
+                node = f"/dev/infiniband/{node}"
+            found.append(Device(handles[i].name.decode(), kind, node))
+        library.verbs.free_device_list(handles)
+    if kind == "soft":
+        return found, ""
+    return found, _host.kernel_trouble([device.name for device in found], max(error, 0))
+
+
+cdef Context open_context(str name, str kind):
+    cdef Library library = open_library(kind)
+    cdef Context context = Context.__new__(Context)
+    cdef ibv_device **handles
+    cdef ibv_device *device = NULL
+    cdef int error = 0
+    cdef bytes wanted = name.encode()
+    handles = library.verbs.get_device_list(NULL)
+    if handles == NULL:
+        raise_verbs_error(last_errno(), "ibv_get_device_list", library.path)
+    i = 0
+    while handles[i] != NULL:
+        if handles[i].name == wanted:
+            device = handles[i]
+            break
+        i += 1
+    if device == NULL:
+        library.verbs.free_device_list(handles)
+        raise DeviceNotFoundError(f"{name} is gone")
+    node = device.dev_name.decode()
+    context.library = library
+    context.name = name
+    with nogil:
+        c_errno = 0
+        context.handle = library.verbs.open_device(device)
+        error = last_errno() if context.handle == NULL else 0
+        library.verbs.free_device_list(handles)
+    if error:
+        raise_verbs_error(error, "ibv_open_device", name, _host.open_hint(error, kind, node))
+    context.process = this_process()
+    context.state = OPEN
+    try:
+        read_limits(context)
+    except BaseException:
+        context.close()
+        raise
+    _contexts.add(context)
+    return context
+
+
+_contexts = weakref.WeakSet()
+
+
+def refresh_limits():
+    """Ask each open device for its limits anew."""
+    for context in list(_contexts):
+        if not context.closed:
+            read_limits(context)
+
+
+cdef class Handle:
+    """What the owners of verbs objects have in common."""
+
+    def __init__(self):
+        raise TypeError(f"{type(self).__name__} objects are made by their parents")
+
+    def __reduce__(self):
+        raise TypeError(
+            f"a {type(self).__name__} is a handle of this process and can't be "
+            "pickled: send views as bytes"
+        )
+
+    def __enter__(self):
+        check_open(self, type(self).__name__)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            self.close()
+        except Exception:
+            # The block's own exception says more than a close that it prevented.
+            if kind is None:
+                raise
+
+    @property
+    def closed(self):
+        """bool: was it closed?"""
+        return self.state == CLOSED
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Context(Handle):
+    """An open device.
+
+    Attributes
+    ----------
+    name : str
+    mr_count : int
+        Memory regions that are registered through this context now.
+    mr_bytes : int
+        Their bytes.
+    """
+
+    def __cinit__(self):
+        self.state = CLOSED
+
+    def __dealloc__(self):
+        cdef int error = 0
+        if self.state != OPEN or not is_this_process(self.process):
+            return
+        with nogil:
+            error = failure(self.library.verbs.close_device(self.handle))
+        report_lost(error, "ibv_close_device", self.name)
+        if not self.tended and not sys.is_finalizing():
+            warn_unclosed(f"unclosed rdmaview.Context of {self.name}")
+
+    def __repr__(self):
+        return f"<Context {self.name} ({self.kind}){' closed' if self.closed else ''}>"
+
+    def __enter__(self):
+        check_open(self, "Context")
+        self.tended = True
+        return self
+
+    def alloc_pd(self):
+        """Allocate a protection domain.
+
+        Returns
+        -------
+        ProtectionDomain
+
+        Raises
+        ------
+        VerbsError
+            ibv_alloc_pd failed.
+        ValueError
+            The context is closed.
+        """
+        cdef ProtectionDomain pd = ProtectionDomain.__new__(ProtectionDomain)
+        cdef int error
+        check_open(self, "Context")
+        self.children += 1
+        with nogil:
+            c_errno = 0
+            pd.handle = self.library.verbs.alloc_pd(self.handle)
+            error = last_errno() if pd.handle == NULL else 0
+        if error:
+            self.children -= 1
+            raise_verbs_error(
+                error, "ibv_alloc_pd", f"{self.name}, max_pd {self.limits.max_pd}"
+            )
+        pd.context = self
+        pd.process = self.process
+        pd.state = OPEN
+        return pd
+
+    def create_cq(self, depth=256):
+        """Create a completion queue.
+
+        Parameters
+        ----------
+        depth : int, default 256
+            Completions that it can hold, and so work requests in flight that may
+            report to it.
+
+        Returns
+        -------
+        CompletionQueue
+
+        Raises
+        ------
+        ValueError
+            `depth` is below 1 or over the device's max_cqe.
+        VerbsError
+            ibv_create_cq failed.
+        """
+        from ._queue import create_cq
+
+        return create_cq(self, depth)
+
+    def port(self, n=1):
+        """Ask for a port's attributes.
+
+        Parameters
+        ----------
+        n : int, default 1
+            Ports are counted from 1.
+
+        Returns
+        -------
+        PortAttributes
+        """
+        cdef ibv_port_attr port
+        read_port(self, check_port(self, n), &port)
+        return PortAttributes(
+            state=PORT_STATES.get(port.state, str(port.state)),
+            max_mtu=128 << port.max_mtu,
+            active_mtu=128 << port.active_mtu,
+            gid_tbl_len=port.gid_tbl_len,
+            port_cap_flags=port.port_cap_flags,
+            max_msg_sz=port.max_msg_sz,
+            pkey_tbl_len=port.pkey_tbl_len,
+            lid=port.lid,
+            sm_lid=port.sm_lid,
+            active_width=port.active_width,
+            active_speed=port.active_speed,
+            phys_state=port.phys_state,
+            link_layer=LINK_LAYERS.get(port.link_layer, "unspecified"),
+        )
+
+    def gids(self, n=1):
+        """Read a port's GID table; empty entries are left out.
+
+        Parameters
+        ----------
+        n : int, default 1
+            Ports are counted from 1.
+
+        Returns
+        -------
+        list of GID
+        """
+        cdef ibv_gid_entry entries[256]
+        cdef ssize_t count
+        cdef int port = check_port(self, n)
+        cdef int error = 0
+        if self.library.verbs.query_gid_table == NULL:
+            raise_verbs_error(
+                errno.ENOSYS,
+                "ibv_query_gid_table",
+                f"{self.library.path} lacks it",
+                "It came with rdma-core 32 (IBVERBS_1.11)",
+            )
+        self.children += 1
+        with nogil:
+            c_errno = 0
+            count = self.library.verbs.query_gid_table(
+                self.handle, entries, 256, 0, sizeof(ibv_gid_entry)
+            )
+            if count < 0:
+                error = <int>-count
+        self.children -= 1
+        if error:
+            raise_verbs_error(error, "ibv_query_gid_table", f"{self.name} port {port}")
+        return [
+            GID(
+                entries[i].gid_index,
+                GID_TYPES.get(entries[i].gid_type, "unknown"),
+                _host.gid_text(entries[i].gid.raw[:16]),
+                <bytes>entries[i].gid.raw[:16],
+            )
+            for i in range(count)
+            if entries[i].port_num == <uint32_t>port
+        ]
+
+    def has_active_port(self):
+        """Is any port active?
+
+        Returns
+        -------
+        bool
+        """
+        cdef ibv_port_attr port
+        for n in range(1, self.limits.phys_port_cnt + 1):
+            read_port(self, n, &port)
+            if port.state == IBV_PORT_ACTIVE:
+                return True
+        return False
+
+    def close(self):
+        """Close the device; a second call does nothing.
+
+        Raises
+        ------
+        VerbsError
+            EBUSY: protection domains or completion queues of it are open.
+        """
+        cdef int error
+        if not begin_close(
+            &self.state, self.process, &self.children, "ibv_close_device", self.name
+        ):
+            return
+        with nogil:
+            error = failure(self.library.verbs.close_device(self.handle))
+        self.state = OPEN if error else CLOSED
+        if error:
+            raise_verbs_error(error, "ibv_close_device", self.name)
+        self.tended = True
+
+    @property
+    def kind(self):
+        """str: "kernel" or "soft"."""
+        return self.library.kind
+
+    @property
+    def attributes(self):
+        """DeviceAttributes: what the device can do, asked for anew."""
+        cdef ibv_device_attr *attr = &self.limits
+        read_limits(self)
+        return DeviceAttributes(
+            fw_ver=attr.fw_ver.decode(errors="replace"),
+            node_guid=int.from_bytes((<char *>&attr.node_guid)[:8], "big"),
+            sys_image_guid=int.from_bytes((<char *>&attr.sys_image_guid)[:8], "big"),
+            max_mr_size=attr.max_mr_size,
+            page_size_cap=attr.page_size_cap,
+            vendor_id=attr.vendor_id,
+            vendor_part_id=attr.vendor_part_id,
+            hw_ver=attr.hw_ver,
+            max_qp=attr.max_qp,
+            max_qp_wr=attr.max_qp_wr,
+            device_cap_flags=attr.device_cap_flags,
+            max_sge=attr.max_sge,
+            max_sge_rd=attr.max_sge_rd,
+            max_cq=attr.max_cq,
+            max_cqe=attr.max_cqe,
+            max_mr=attr.max_mr,
+            max_pd=attr.max_pd,
+            max_qp_rd_atom=attr.max_qp_rd_atom,
+            max_res_rd_atom=attr.max_res_rd_atom,
+            max_qp_init_rd_atom=attr.max_qp_init_rd_atom,
+            max_mw=attr.max_mw,
+            max_ah=attr.max_ah,
+            max_srq=attr.max_srq,
+            max_srq_wr=attr.max_srq_wr,
+            max_srq_sge=attr.max_srq_sge,
+            max_pkeys=attr.max_pkeys,
+            local_ca_ack_delay=attr.local_ca_ack_delay,
+            phys_port_cnt=attr.phys_port_cnt,
+        )
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class ProtectionDomain(Handle):
+    """What memory regions and queue pairs must share to be used together.
+
+    Attributes
+    ----------
+    context : Context
+    """
+
+    def __cinit__(self):
+        self.state = CLOSED
+
+    def __dealloc__(self):
+        cdef int error
+        if self.state != OPEN or not is_this_process(self.process):
+            return
+        with nogil:
+            error = failure(self.context.library.verbs.dealloc_pd(self.handle))
+        self.context.children -= 1
+        report_lost(error, "ibv_dealloc_pd", self.context.name)
+
+    def __repr__(self):
+        state = "closed" if self.closed else f"{self.children} in use"
+        return f"<ProtectionDomain of {self.context.name}, {state}>"
+
+    def reg_mr(self, buffer, access=None, *, iova=None):
+        """Register the memory of `buffer`.
+
+        The buffer is held until the region is deregistered: it can't be resized
+        or freed meanwhile.
+
+        Parameters
+        ----------
+        buffer : object with a contiguous buffer
+            ndarray of any dtype (C or Fortran order), bytearray, bytes, memoryview,
+            array.array, mmap, ctypes array, the buf of a SharedMemory. The bytes
+            are registered in the order in which they lie in memory.
+        access : Access, optional
+            Default: LOCAL_WRITE for a writable buffer, no right for a read-only
+            one. A peer's rights are always asked for by name.
+        iova : int, optional
+            The RDMA address of the first byte. Default: its virtual address. It
+            must have the virtual address's offset in its page (the kernel's rule).
+
+        Returns
+        -------
+        MemoryRegion
+
+        Raises
+        ------
+        TypeError
+            `buffer` exports no buffer, is device memory or holds Python objects.
+        BufferError
+            It is not contiguous, or read-only while `access` has a write right.
+        ValueError
+            It is empty or over the device's max_mr_size; `access` has REMOTE_WRITE
+            or REMOTE_ATOMIC without LOCAL_WRITE; `iova` doesn't fit.
+        VerbsError
+            The device refused; the text has address, size, rights, memlock.
+        """
+        cdef HostMemory memory
+        cdef int rights = -1 if access is None else parse_access(access)
+        check_open(self, "ProtectionDomain")
+        memory = hold_buffer(buffer, rights)
+        if rights < 0:
+            rights = 0 if memory.buffer.readonly else IBV_ACCESS_LOCAL_WRITE
+        return register(
+            self,
+            memory,
+            <uint64_t><uintptr_t>memory.buffer.buf,
+            <uint64_t>memory.buffer.len,
+            rights,
+            iova,
+            memory.buffer.readonly,
+        )
+
+    def reg_mr_address(
+        self, addr, length, access=IBV_ACCESS_LOCAL_WRITE, *, iova=None, owner=None
+    ):
+        """Register memory by its address.
+
+        Parameters
+        ----------
+        addr : int
+            Virtual address of the first byte.
+        length : int
+            Bytes.
+        access : Access, default LOCAL_WRITE
+        iova : int, optional
+            As in `reg_mr`.
+        owner : object, optional
+            Kept alive until the region is deregistered and no array of it is left.
+
+        Returns
+        -------
+        MemoryRegion
+
+        Raises
+        ------
+        TypeError
+            `addr` or `length` is no integer.
+        ValueError
+            As in `reg_mr`, or `addr` plus `length` passes 2**64.
+        VerbsError
+            As in `reg_mr`; EFAULT if the memory isn't mapped.
+        """
+        cdef HostMemory memory
+        cdef uint64_t address
+        cdef uint64_t size
+        cdef int rights = parse_access(access)
+        check_open(self, "ProtectionDomain")
+        if parse_u64(addr, "addr", &address) or parse_u64(length, "length", &size):
+            raise ValueError(
+                f"addr and length must be from 0 to 2**64 - 1: {addr!r}, {length!r}"
+            )
+        memory = HostMemory.__new__(HostMemory)
+        memory.owner = owner
+        return register(
+            self, memory, address, size, rights, iova, not rights & IBV_ACCESS_LOCAL_WRITE
+        )
+
+    def create_qp(
+        self,
+        cq,
+        *,
+        max_send_wr=128,
+        max_recv_wr=1,
+        max_send_sge=1,
+        max_recv_sge=1,
+        max_inline_data=0,
+        port=1,
+        gid_index=None,
+    ):
+        """Create a reliable connected queue pair, not yet connected.
+
+        Parameters
+        ----------
+        cq : CompletionQueue
+            Of the same context; gets the completions of sends and receives.
+        max_send_wr, max_recv_wr : int
+            Work requests that may be in flight. Defaults 128 and 1.
+        max_send_sge, max_recv_sge : int, default 1
+            Pieces of a work request.
+        max_inline_data : int, default 0
+            Bytes that a work request may carry in itself.
+        port : int, default 1
+        gid_index : int, optional
+            Default: the routable RoCE v2 entry, IPv4 before IPv6.
+
+        Returns
+        -------
+        QueuePair
+
+        Raises
+        ------
+        ValueError
+            A size is over the device's limit, or `cq` is of another context.
+        VerbsError
+            ibv_create_qp or ibv_modify_qp failed, or the port has no routable GID.
+        """
+        from ._queue import create_qp
+
+        return create_qp(
+            self,
+            cq,
+            max_send_wr,
+            max_recv_wr,
+            max_send_sge,
+            max_recv_sge,
+            max_inline_data,
+            port,
+            gid_index,
+        )
+
+    def close(self):
+        """Deallocate the protection domain; a second call does nothing.
+
+        Raises
+        ------
+        VerbsError
+            EBUSY: memory regions or queue pairs of it are open.
+        """
+        cdef int error
+        retry_lost_regions()
+        if not begin_close(
+            &self.state,
+            self.process,
+            &self.children,
+            "ibv_dealloc_pd",
+            f"the protection domain of {self.context.name}",
+        ):
+            return
+        with nogil:
+            error = failure(self.context.library.verbs.dealloc_pd(self.handle))
+        self.state = OPEN if error else CLOSED
+        if error:
+            raise_verbs_error(error, "ibv_dealloc_pd", self.context.name)
+        self.context.children -= 1
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class HostMemory:
+    """Keeps the bytes of a registration alive, for it and for arrays of its views."""
+
+    def __init__(self):
+        raise TypeError("HostMemory is made by ProtectionDomain.reg_mr")
+
+    def __dealloc__(self):
+        if self.exported:
+            PyBuffer_Release(&self.buffer)
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class MemoryRegion(Registration):
+    """Registered memory, from which views are cut.
+
+    It is deregistered by `close`, at the end of a with-statement, or when the last
+    holder is gone: a view, or a work request in flight, is one.
+
+    Attributes
+    ----------
+    pd : ProtectionDomain
+    """
+
+    def __cinit__(self):
+        self.state = CLOSED
+
+    def __dealloc__(self):
+        cdef int error
+        if self.state != OPEN or not is_this_process(self.process):
+            return
+        with nogil:
+            error = failure(self.pd.context.library.verbs.dereg_mr(self.handle))
+        if error:
+            # The device may still write there: the memory has to stay.
+            keep_lost_region(self)
+            report_lost(error, "ibv_dereg_mr", repr(self))
+        else:
+            count_out(self)
+
+    def __reduce__(self):
+        raise TypeError(
+            "a MemoryRegion is a handle of this process and can't be pickled: send "
+            "views, or remote views, as bytes"
+        )
+
+    def __repr__(self):
+        return (
+            f"<MemoryRegion id={self.id:#x} addr={self.addr:#x} iova={self.iova:#x} "
+            f"length={self.length} access={rights_text(self.rights)}"
+            f"{' closed' if self.closed else ''}>"
+        )
+
+    def __enter__(self):
+        if self.state != OPEN:
+            raise StaleViewError(f"{self!r} is closed")
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            self.close()
+        except Exception:
+            # The block's own exception says more than a close that it prevented.
+            if kind is None:
+                raise
+
+    def __len__(self):
+        return self.whole.size
+
+    def __getitem__(self, key):
+        cdef uint64_t offset
+        cdef uint64_t length
+        parse_slice(key, self.whole.size, &offset, &length)
+        return cut(self, offset, length)
+
+    def view(self, offset=0, size=None):
+        """Cut a view.
+
+        Parameters
+        ----------
+        offset : int, default 0
+            Bytes from the region's start.
+        size : int, optional
+            Bytes. Default: all from `offset` on.
+
+        Returns
+        -------
+        MemoryRegionView
+
+        Raises
+        ------
+        IndexError
+            They aren't inside the region.
+        StaleViewError
+            The region is closed.
+        """
+        cdef uint64_t first
+        cdef uint64_t length
+        if size is None:
+            if parse_u64(offset, "offset", &first) or first > self.whole.size:
+                raise IndexError(
+                    f"offset {offset} isn't inside the {self.whole.size} bytes"
+                )
+            length = self.whole.size - first
+        else:
+            parse_range(offset, size, self.whole.size, &first, &length)
+        return cut(self, first, length)
+
+    def view_of(self, array):
+        """The view of an array that lies in the region.
+
+        Parameters
+        ----------
+        array : object with a contiguous buffer
+            Its own first byte and size count, not those of its base.
+
+        Returns
+        -------
+        MemoryRegionView
+
+        Raises
+        ------
+        ValueError
+            The array is not inside the region.
+        BufferError
+            The array is not contiguous.
+        StaleViewError
+            The region is closed.
+        """
+        cdef HostMemory memory = hold_buffer(array, 0)
+        cdef uint64_t address = <uint64_t><uintptr_t>memory.buffer.buf
+        cdef uint64_t size = <uint64_t>memory.buffer.len
+        cdef uint64_t offset = address - self.whole.virtual_addr
+        if not rdmaview_within(self.whole.size, offset, size):
+            raise ValueError(
+                f"the array of {size} bytes at {address:#x} is not inside the region of "
+                f"{self.whole.size} bytes at {self.whole.virtual_addr:#x}"
+            )
+        return cut(self, offset, size)
+
+    def close(self):
+        """Deregister; a second call does nothing. All views become stale at once.
+
+        Raises
+        ------
+        VerbsError
+            EBUSY: work in flight uses the memory. Or ibv_dereg_mr failed. The
+            region is as it was, and closing can be tried again.
+        """
+        cdef int error
+        if not begin_close(
+            &self.state, self.process, &self.pins, "ibv_dereg_mr", "the memory region"
+        ):
+            return
+        with nogil:
+            error = failure(self.pd.context.library.verbs.dereg_mr(self.handle))
+        if error:
+            self.state = OPEN
+            raise_verbs_error(
+                error, "ibv_dereg_mr", repr(self), "It is still registered: try again"
+            )
+        self.state = CLOSED
+        count_out(self)
+        self.memory = None
+
+    @property
+    def addr(self):
+        """int: virtual address of the first byte."""
+        return self.whole.virtual_addr
+
+    @property
+    def length(self):
+        """int: bytes."""
+        return self.whole.size
+
+    @property
+    def iova(self):
+        """int: RDMA address of the first byte."""
+        return self.whole.rdma_addr
+
+    @property
+    def lkey(self):
+        """int: local key."""
+        return self.whole.lkey
+
+    @property
+    def rkey(self):
+        """int: remote key; 0 if no remote right was asked for."""
+        return self.whole.rkey
+
+    @property
+    def id(self):
+        """int: names this registration, never reused."""
+        return self.whole.id
+
+    @property
+    def access(self):
+        """Access: the rights."""
+        return Access(self.rights)
+
+    @property
+    def closed(self):
+        """bool: was it closed?"""
+        return self.state == CLOSED
+
+
+cdef MemoryRegion register(
+    ProtectionDomain pd,
+    HostMemory memory,
+    uint64_t address,
+    uint64_t size,
+    int rights,
+    object iova,
+    bint readonly,
+):
+    cdef Context context = pd.context
+    cdef Library library = context.library
+    cdef MemoryRegion mr = MemoryRegion.__new__(MemoryRegion)
+    cdef uint64_t rdma_addr = check_registration(
+        context, address, size, rights, iova
+    )
+    # The RDMA address is told by its value; the flag would say it a second time.
+    cdef int device_rights = rights & ~<int>IBV_ACCESS_ZERO_BASED
+    cdef int error
+    mr.whole.id = next_registration_id()
+    retry_lost_regions()
+    pd.children += 1
+    with nogil:
+        c_errno = 0
+        if library.verbs.reg_mr_iova2 != NULL:
+            mr.handle = library.verbs.reg_mr_iova2(
+                pd.handle, <void *>address, size, rdma_addr, device_rights
+            )
+        elif rdma_addr == address:
+            mr.handle = library.verbs.reg_mr(
+                pd.handle,
+                <void *>address,
+                size,
+                device_rights & ~<int>IBV_ACCESS_OPTIONAL_RANGE,
+            )
+        elif library.verbs.reg_mr_iova != NULL:
+            mr.handle = library.verbs.reg_mr_iova(
+                pd.handle,
+                <void *>address,
+                size,
+                rdma_addr,
+                device_rights & ~<int>IBV_ACCESS_OPTIONAL_RANGE,
+            )
+        else:
+            c_errno = EOPNOTSUPP
+        error = last_errno() if mr.handle == NULL else 0
+    if error:
+        pd.children -= 1
+        raise_registration_error(pd, address, size, rdma_addr, rights, error)
+    library.has_registered = True
+    mr.pd = pd
+    mr.memory = memory
+    mr.readonly = readonly
+    mr.rights = rights
+    mr.process = pd.process
+    mr.whole.virtual_addr = address
+    mr.whole.rdma_addr = rdma_addr
+    mr.whole.size = size
+    mr.whole.lkey = mr.handle.lkey
+    # A key that gives no right must not look as if it did: devices hand one out.
+    mr.whole.rkey = mr.handle.rkey if rights & PEER_RIGHTS else 0
+    mr.state = OPEN
+    context.mr_count += 1
+    context.mr_bytes += size
+    return mr
+
+
+cdef int count_out(MemoryRegion mr) except -1:
+    mr.pd.children -= 1
+    mr.pd.context.mr_count -= 1
+    mr.pd.context.mr_bytes -= mr.whole.size
+    return 0
+
+
+cdef long PAGE_SIZE = sysconf(_SC_PAGESIZE)
+
+
+cdef uint64_t check_registration(
+    Context context, uint64_t address, uint64_t size, int rights, object iova
+) except? 0:
+    """Refuse what no device may be asked; return the RDMA address."""
+    cdef uint64_t rdma_addr = address
+    if size == 0:
+        raise ValueError("zero bytes can't be registered")
+    if size > UINT64_MAX - address:
+        raise ValueError(f"address {address:#x} plus {size} bytes passes 2**64 - 1")
+    if size > context.limits.max_mr_size:
+        raise ValueError(
+            f"{size} bytes are over max_mr_size {context.limits.max_mr_size} of "
+            f"{context.name}: register the buffer in pieces"
+        )
+    if rights & (WRITE_RIGHTS & ~<int>IBV_ACCESS_LOCAL_WRITE) and not (
+        rights & IBV_ACCESS_LOCAL_WRITE
+    ):
+        raise ValueError(
+            f"access {rights_text(rights)}: REMOTE_WRITE and REMOTE_ATOMIC need "
+            "LOCAL_WRITE too (ibv_reg_mr(3))"
+        )
+    if iova is not None:
+        if parse_u64(iova, "iova", &rdma_addr):
+            raise ValueError(f"iova must be from 0 to 2**64 - 1, not {iova!r}")
+    elif rights & IBV_ACCESS_ZERO_BASED:
+        rdma_addr = 0
+    if rights & IBV_ACCESS_ZERO_BASED and rdma_addr != 0:
+        raise ValueError(f"ZERO_BASED means an iova of 0, not {rdma_addr:#x}")
+    if size > UINT64_MAX - rdma_addr:
+        raise ValueError(f"iova {rdma_addr:#x} plus {size} bytes passes 2**64 - 1")
+    if (address ^ rdma_addr) & (PAGE_SIZE - 1):
+        raise ValueError(
+            f"iova {rdma_addr:#x} and address {address:#x} must have the same offset in "
+            f"a page of {PAGE_SIZE} bytes: use iova {address & (PAGE_SIZE - 1):#x}, or "
+            "page-aligned memory"
+        )
+    return rdma_addr
+
+
+cdef HostMemory hold_buffer(object buffer, int rights):
+    """Export the buffer of an object; rights of -1 take what it can give."""
+    cdef HostMemory memory = HostMemory.__new__(HostMemory)
+    cdef bint writable = rights < 0 or rights & WRITE_RIGHTS
+    if not PyObject_CheckBuffer(buffer):
+        raise TypeError(_host.no_buffer_text(buffer))
+    try:
+        PyObject_GetBuffer(
+            buffer,
+            &memory.buffer,
+            PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0),
+        )
+    except (BufferError, ValueError) as refusal:
+        hold_other_buffer(memory, buffer, rights, refusal)
+    memory.exported = True
+    _host.check_items(buffer)
+    return memory
+
+
+cdef int hold_other_buffer(
+    HostMemory memory, object buffer, int rights, object refusal
+) except -1:
+    """Take a buffer that is not both contiguous and writable, or say what is wrong."""
+    cdef Py_buffer whole
+    try:
+        PyObject_GetBuffer(buffer, &memory.buffer, PyBUF_ANY_CONTIGUOUS)
+    except (BufferError, ValueError):
+        pass
+    else:
+        if rights < 0:
+            return 0
+        PyBuffer_Release(&memory.buffer)
+        raise BufferError(
+            f"the buffer of this {type(buffer).__name__} is read-only, so it can't be "
+            f"registered with {rights_text(rights)} ({refusal})"
+        ) from None
+    try:
+        PyObject_GetBuffer(buffer, &whole, PyBUF_FULL_RO)
+    except (BufferError, ValueError):
+        raise BufferError(
+            f"this {type(buffer).__name__} gives no contiguous buffer: {refusal}"
+        ) from None
+    shape = tuple([whole.shape[i] for i in range(whole.ndim)])
+    strides = tuple([whole.strides[i] for i in range(whole.ndim)])
+    PyBuffer_Release(&whole)
+    if 0 in shape:
+        raise ValueError(f"zero bytes can't be registered (shape {shape})") from None
+    raise BufferError(
+        f"the buffer is not contiguous: shape {shape}, strides {strides}. Register its "
+        "base and cut views from that, or register a copy made by "
+        "numpy.ascontiguousarray"
+    ) from None
+
+
+cdef MemoryRegionView cut(MemoryRegion mr, uint64_t offset, uint64_t size):
+    cdef rdmaview_view part
+    if mr.state != OPEN:
+        raise StaleViewError(f"{mr!r} gives no views any more")
+    rdmaview_slice(&mr.whole, offset, size, &part)
+    return new_view(&part, mr)
+
+
+# Regions whose finaliser could not deregister them.
+_lost_regions = []
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class LostRegion:
+    cdef ibv_mr *handle
+    cdef object memory
+    cdef ProtectionDomain pd
+    cdef uint64_t size
+
+
+cdef int keep_lost_region(MemoryRegion mr) except -1:
+    cdef LostRegion lost = LostRegion.__new__(LostRegion)
+    lost.handle = mr.handle
+    lost.memory = mr.memory
+    lost.pd = mr.pd
+    lost.size = mr.whole.size
+    _lost_regions.append(lost)
+    return 0
+
+
+cdef int retry_lost_regions() except -1:
+    """Deregister once more what could not be, now that its owner is gone."""
+    global _lost_regions
+    cdef LostRegion lost
+    cdef int error
+    if not _lost_regions:
+        return 0
+    regions, _lost_regions = _lost_regions, []
+    for region in regions:
+        lost = region
+        if not is_this_process(lost.pd.process):
+            continue
+        with nogil:
+            error = failure(lost.pd.context.library.verbs.dereg_mr(lost.handle))
+        if error:
+            _lost_regions.append(lost)
+        else:
+            lost.pd.children -= 1
+            lost.pd.context.mr_count -= 1
+            lost.pd.context.mr_bytes -= lost.size
+    return 0
+
+
+cdef int report_lost(int error, str verb, str what) except -1:
+    """Tell of a finaliser that failed: it can't raise."""
+    if error == 0:
+        return 0
+    try:
+        raise_verbs_error(error, verb, what)
+    except VerbsError:
+        PyErr_WriteUnraisable(verb)
+    return 0
+
+
+cdef int warn_unclosed(str text) except -1:
+    try:
+        warnings.warn(text, ResourceWarning, stacklevel=1)
+    except ResourceWarning:
+        # Warnings are errors here, but a finaliser can't raise.
+        PyErr_WriteUnraisable(text)
+    return 0
+
+
+cdef int check_open(Handle handle, str what) except -1:
+    if handle.state != OPEN:
+        raise ValueError(f"this {what} is closed")
+    return check_process(handle.process, what)
+
+
+cdef int begin_close(
+    State *state, Process process, Py_ssize_t *children, str verb, str what
+) except -1:
+    """Claim the closing of a handle; return 0 if it is closed already."""
+    while state[0] == CLOSING:
+        # Another thread is at it: what it comes to is the answer to this call too.
+        with nogil:
+            usleep(50)
+        PyErr_CheckSignals()
+    if state[0] == CLOSED:
+        return 0
+    check_process(process, verb)
+    if children[0]:
+        raise_verbs_error(
+            EBUSY,
+            verb,
+            f"{what} is in use by {children[0]} "
+            + (
+                "work requests in flight"
+                if verb == "ibv_dereg_mr"
+                else "open children or calls"
+            ),
+            "Wait for them, or close them first",
+        )
+    state[0] = CLOSING
+    return 1
+
+
+cdef int check_port(Context context, object n) except -1:
+    cdef uint64_t port
+    check_open(context, "Context")
+    if parse_u64(n, "port", &port) or not 1 <= port <= context.limits.phys_port_cnt:
+        raise ValueError(
+            f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, not {n!r}"
+        )
+    return <int>port
+
+
+cdef int read_limits(Context context) except -1:
+    cdef int error
+    check_open(context, "Context")
+    context.children += 1
+    with nogil:
+        error = failure(
+            context.library.verbs.query_device(context.handle, &context.limits)
+        )
+    context.children -= 1
+    if error:
+        raise_verbs_error(error, "ibv_query_device", context.name)
+    return 0
+
+
+cdef int read_port(Context context, uint8_t port, ibv_port_attr *attributes) except -1:
+    cdef int error
+    check_open(context, "Context")
+    memset(attributes, 0, sizeof(attributes[0]))
+    context.children += 1
+    with nogil:
+        error = failure(
+            context.library.verbs.query_port(
+                context.handle, port, <_compat_ibv_port_attr *>attributes
+            )
+        )
+    context.children -= 1
+    if error:
+        raise_verbs_error(error, "ibv_query_port", f"{context.name} port {port}")
+    return 0
+
+
+cdef int parse_access(object access) except -1:
+    if isinstance(access, bool) or not isinstance(access, int):
+        raise TypeError(
+            f"access is an rdmaview.Access, not {type(access).__name__}: {access!r}"
+        )
+    if access < 0 or access & ~KNOWN_RIGHTS:
+        raise ValueError(f"access {int(access):#x} has bits that are no rights")
+    return <int>access
+
+
+cdef str rights_text(int rights):
+    return "|".join([right.name for right in Access if rights & right]) or "none"
+
+
+cdef int raise_registration_error(
+    ProtectionDomain pd,
+    uint64_t address,
+    uint64_t size,
+    uint64_t rdma_addr,
+    int rights,
+    int error,
+) except -1:
+    cdef Context context = pd.context
+    cdef Library library = context.library
+    cdef bint fork_support = (
+        library.verbs.is_fork_initialized != NULL
+        and library.verbs.is_fork_initialized() == IBV_FORK_ENABLED
+    )
+    if error == EOPNOTSUPP and library.verbs.reg_mr_iova2 == NULL and (
+        library.verbs.reg_mr_iova == NULL and rdma_addr != address
+    ):
+        raise_verbs_error(
+            error,
+            "ibv_reg_mr_iova2",
+            f"{library.path} lacks it and ibv_reg_mr_iova, so iova can't be "
+            f"{rdma_addr:#x}",
+            "They came with rdma-core 28 and 26",
+        )
+    detail, hint = _host.explain_registration(
+        max(error, 0),
+        context.name,
+        address,
+        size,
+        rights_text(rights),
+        context.mr_count,
+        context.mr_bytes,
+        context.limits.max_mr,
+        fork_support,
+    )
+    return raise_verbs_error(error, "ibv_reg_mr", detail, hint)
