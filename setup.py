@@ -1,5 +1,7 @@
 """Extensions of rdmaview, and the directives that they are all compiled with."""
 
+from glob import glob
+
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -20,48 +22,36 @@ COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wfatal-errors"]
 
 MODULES = ["_errors", "_library", "_view", "_verbs", "_queue"]
 
-SOFT_DEVICE = "rdmaview/softverbs"
-SOFT_SOURCES = [
-    "control",
-    "device",
-    "events",
-    "memory",
-    "names",
-    "objects",
-    "queue",
-    "transfer",
+SOFT = "rdmaview/softverbs"
+
+bindings = [
+    Extension(
+        f"rdmaview.{name}",
+        [f"rdmaview/{name}.pyx"],
+        include_dirs=["include", "rdmaview"],
+        extra_compile_args=COMPILE_ARGS,
+        depends=["include/rdmaview.h", *glob("rdmaview/*.h")],
+    )
+    for name in MODULES
 ]
 
-setup(
-    ext_modules=cythonize(
-        [
-            Extension(
-                f"rdmaview.{name}",
-                [f"rdmaview/{name}.pyx"],
-                include_dirs=["include", "rdmaview"],
-                extra_compile_args=COMPILE_ARGS,
-                depends=["include/rdmaview.h", "rdmaview/verbs_header.h"],
-            )
-            for name in MODULES
-        ],
-        compiler_directives=DIRECTIVES,
-    )
-    + [
-        Extension(
-            "rdmaview.softverbs._softverbs",
-            [
-                f"{SOFT_DEVICE}/{name}.c"
-                for name in SOFT_SOURCES
-            ],
-            include_dirs=["rdmaview"],
-            extra_compile_args=[*COMPILE_ARGS, "-Wall", "-Wextra"],
-            extra_link_args=[
-                f"-Wl,--version-script={SOFT_DEVICE}/softverbs.map",
-                "-Wl,-Bsymbolic",
-                "-Wl,-soname,libsoftverbs.so.1",
-                "-pthread",
-            ],
-            depends=[f"{SOFT_DEVICE}/softverbs.h", f"{SOFT_DEVICE}/softverbs.map"],
-        )
+soft_device = Extension(
+    "rdmaview.softverbs._softverbs",
+    sorted(glob(f"{SOFT}/*.c")),
+    include_dirs=["rdmaview"],
+    extra_compile_args=[*COMPILE_ARGS, "-Wall", "-Wextra"],
+    extra_link_args=[
+        f"-Wl,--version-script={SOFT}/softverbs.map",
+        "-Wl,-Bsymbolic",
+        "-Wl,-soname,libsoftverbs.so.1",
+        "-pthread",
     ],
+    depends=[*glob(f"{SOFT}/*.h"), f"{SOFT}/softverbs.map"],
+)
+
+setup(
+    ext_modules=[
+        *cythonize(bindings, compiler_directives=DIRECTIVES),
+        soft_device,
+    ]
 )

@@ -8,6 +8,7 @@ cdef enum:
 # The failure that a verb's return value tells, as an errno; call it before anything
 # else can change errno. Providers return an errno, or -1 and set it.
 cdef int failure(int rc) noexcept nogil
+cdef void clear_errno() noexcept nogil
 cdef int last_errno() noexcept nogil
 cdef int raise_verbs_error(int error, str verb, str detail=*, str hint=*) except -1
 

@@ -1,6 +1,6 @@
 """One way from an errno to an exception."""
 
-from libc.errno cimport errno as c_errno
+from libc cimport errno as c_errno
 from posix.unistd cimport getpid
 
 import errno
@@ -121,8 +121,12 @@ cdef int failure(int rc) noexcept nogil:
     return rc if rc > 0 else last_errno()
 
 
+cdef void clear_errno() noexcept nogil:
+    c_errno.errno = 0
+
+
 cdef int last_errno() noexcept nogil:
-    return c_errno if c_errno > 0 else UNSPECIFIED
+    return c_errno.errno if c_errno.errno > 0 else UNSPECIFIED
 
 
 cdef int raise_verbs_error(int error, str verb, str detail="", str hint="") except -1:

@@ -25,11 +25,130 @@ def sysfs_devices():
     -------
     list of str
     """
-    root = os.environ.get("SYSFS_PATH") or "/sys"
+    return sysfs_names("infiniband")
+
+
+def sysfs_names(kind):
+    """List a folder of /sys/class."""
     try:
-        return sorted(os.listdir(os.path.join(root, "class", "infiniband")))
+        return sorted(os.listdir(sysfs_path(kind)))
     except OSError:
         return []
+
+
+def sysfs_path(*names):
+    """Where something of /sys/class is."""
+    return os.path.join(os.environ.get("SYSFS_PATH") or "/sys", "class", *names)
+
+
+def device_nodes():
+    """Find what must be opened to use each device of the kernel.
+
+    Returns
+    -------
+    list of (str, str)
+        The device's name, and its node's as ``"uverbs0"``.
+    """
+    found = []
+    for node in sysfs_names("infiniband_verbs"):
+        name = read_line(sysfs_path("infiniband_verbs", node, "ibdev"))
+        if name:
+            found.append((name, node))
+    return found
+
+
+def read_line(path):
+    """Read the first line of a file; empty if there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            return lines.readline().strip()
+    except OSError:
+        return ""
+
+
+def module_state(name):
+    """Say whether a module is in the kernel.
+
+    Parameters
+    ----------
+    name : str
+        With underscores, as ``"ib_uverbs"``.
+
+    Returns
+    -------
+    {"loaded", "built in", "available", "missing"}
+        Available: it can be loaded; missing: this kernel has none of that name, as
+        far as /lib/modules tells.
+    """
+    folder = f"/lib/modules/{os.uname().release}"
+    if has_line("/proc/modules", lambda line: line.startswith(f"{name} ")):
+        return "loaded"
+    file_name = f"/{name}.ko"
+    if has_line(f"{folder}/modules.builtin", lambda line: file_name in line):
+        return "built in"
+    if has_line(
+        f"{folder}/modules.dep", lambda line: file_name in line.partition(":")[0]
+    ):
+        return "available"
+    return "missing"
+
+
+def has_line(path, is_wanted):
+    """Say whether a file has a line that is wanted."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            return any(is_wanted(line) for line in lines)
+    except OSError:
+        return False
+
+
+def library_file(path):
+    """Find the file that a library was loaded from into this process.
+
+    Parameters
+    ----------
+    path : str
+        What was handed to dlopen.
+
+    Returns
+    -------
+    str
+        Empty if it is not loaded.
+    """
+    stem = os.path.basename(path).partition(".so")[0]
+    for _, _, line in mappings(0, 1 << 64):
+        mapped = mapped_file(line)
+        if os.path.basename(mapped).partition(".so")[0] == stem:
+            return mapped
+    return ""
+
+
+def library_versions(path):
+    """Read which libibverbs a file is.
+
+    Parameters
+    ----------
+    path : str
+        As `library_file` gave it.
+
+    Returns
+    -------
+    level : int
+        N of the newest symbol version IBVERBS_1.N; 0 if it has none.
+    release : str
+        rdma-core's version, as in the file's name; empty if it isn't there.
+    """
+    try:
+        with open(path, "rb") as file:
+            names = file.read().split(b"\0")
+    except OSError:
+        names = []
+    levels = [name[10:] for name in names if name.startswith(b"IBVERBS_1.")]
+    numbers = os.path.basename(path).partition(".so.")[2].split(".")
+    return (
+        max((int(level) for level in levels if level.isdigit()), default=0),
+        ".".join(numbers[2:]),
+    )
 
 
 def kernel_trouble(found, error):
@@ -72,6 +191,25 @@ def open_hint(error, kind, node):
     if kind != "kernel":
         return ""
     path = f"/dev/infiniband/{node}"
+    return node_trouble(path, error) or (
+        f"{path} is there: look at dmesg for the driver's own word"
+    )
+
+
+def node_trouble(path, error=0):
+    """Say why a device node can't be opened.
+
+    Parameters
+    ----------
+    path : str
+    error : int, default 0
+        errno of a try to open it.
+
+    Returns
+    -------
+    str
+        Empty if it could be opened.
+    """
     if not os.path.exists(path):
         return (
             f"{path} is missing: load ib_uverbs, or hand the node to the container "
@@ -83,7 +221,7 @@ def open_hint(error, kind, node):
             f"No permission for {path} ({mode}): join its group, or add a udev rule "
             "that opens it"
         )
-    return f"{path} is there: look at dmesg for the driver's own word"
+    return ""
 
 
 def gid_text(raw):
@@ -230,10 +368,15 @@ def mapping_text(address, size):
     return text
 
 
+def mapped_file(line):
+    """Name the file of a line of `mappings`; empty if it has none."""
+    return line.split(" ", 5)[5] if line.count(" ") >= 5 else ""  # noqa: PLR2004
+
+
 def file_behind(address, size):
     """Name the file whose pages a range is made of, if it is not kept in memory."""
     for _, _, line in mappings(address, size):
-        path = line.split(" ", 5)[5] if line.count(" ") >= 5 else ""  # noqa: PLR2004
+        path = mapped_file(line)
         if path.startswith("/") and not path.startswith(("/dev/shm/", "/memfd:")):
             return path
     return ""

@@ -4,7 +4,6 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EADDRNOTAVAIL, EIO, ENOMEM
-from libc.errno cimport errno as c_errno
 from libc.math cimport isfinite
 from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
@@ -12,7 +11,7 @@ from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport usleep
 
-from ._errors cimport failure, is_this_process, last_errno, raise_verbs_error
+from ._errors cimport clear_errno, failure, last_errno, raise_verbs_error
 from ._verbs cimport (
     Context,
     Handle,
@@ -20,6 +19,7 @@ from ._verbs cimport (
     ProtectionDomain,
     begin_close,
     check_open,
+    may_finalise,
     read_port,
     report_lost,
 )
@@ -113,7 +113,8 @@ import struct
 from collections import deque, namedtuple
 
 from . import _host
-from ._errors import WorkCompletionError
+from ._errors import VerbsError, WorkCompletionError
+from ._verbs import queue_makers
 
 cdef enum:
     # A wr_id is 16 bits of a queue pair's slot and 48 of a count that never repeats.
@@ -282,7 +283,7 @@ cdef class CompletionQueue(Handle):
     def __dealloc__(self):
         cdef int error
         free(self.slots)
-        if self.state != OPEN or not is_this_process(self.process):
+        if not may_finalise(self):
             return
         with nogil:
             error = failure(self.context.library.verbs.destroy_cq(self.handle))
@@ -410,7 +411,7 @@ cdef class QueuePair(Handle):
 
     def __dealloc__(self):
         cdef int error
-        if self.state == OPEN and is_this_process(self.process):
+        if may_finalise(self):
             with nogil:
                 error = failure(self.pd.context.library.verbs.destroy_qp(self.handle))
             report_lost(error, "ibv_destroy_qp", self.pd.context.name)
@@ -519,7 +520,11 @@ cdef class QueuePair(Handle):
             )
         except BaseException:
             self.connected = False
-            reset(self)
+            try:
+                reset(self)
+            except VerbsError:
+                # What failed first says more; a second try to connect tells the rest.
+                pass
             raise
         finally:
             self.children -= 1
@@ -769,7 +774,7 @@ def create_cq(Context context not None, depth):
         )
     context.children += 1
     with nogil:
-        c_errno = 0
+        clear_errno()
         cq.handle = context.library.verbs.create_cq(
             context.handle, <int>entries, NULL, NULL, 0
         )
@@ -839,7 +844,7 @@ def create_qp(
     pd.children += 1
     completion_queue.children += 1
     with nogil:
-        c_errno = 0
+        clear_errno()
         qp.handle = context.library.verbs.create_qp(pd.handle, &init)
         error = last_errno() if qp.handle == NULL else 0
     if error:
@@ -875,6 +880,9 @@ def create_qp(
     )
     initialise(qp)
     return qp
+
+
+queue_makers.update(create_cq=create_cq, create_qp=create_qp)
 
 
 cdef int initialise(QueuePair qp) except -1:
@@ -1044,7 +1052,7 @@ cdef object post(
     request.waiter = waiter
     # One post is shorter than giving the GIL away, so it keeps it; this is also what
     # makes the ring's order that of the device.
-    c_errno = 0
+    clear_errno()
     error = failure(ibv_post_send(qp.handle, &wr, &bad_wr))
     if error:
         raise_verbs_error(

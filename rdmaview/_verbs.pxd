@@ -51,6 +51,7 @@ cdef class MemoryRegion(Registration):
 
 
 cdef int check_open(Handle handle, str what) except -1
+cdef bint may_finalise(Handle handle) noexcept
 cdef int begin_close(
     State *state, Process process, Py_ssize_t *children, str verb, str what
 ) except -1

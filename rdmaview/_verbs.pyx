@@ -10,8 +10,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
-from libc.errno cimport EBUSY, EFAULT, EINVAL, ENOMEM, EOPNOTSUPP
-from libc.errno cimport errno as c_errno
+from libc.errno cimport EBUSY, EINVAL, EOPNOTSUPP
 from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 from posix.unistd cimport _SC_PAGESIZE, sysconf, usleep
@@ -19,6 +18,7 @@ from posix.unistd cimport _SC_PAGESIZE, sysconf, usleep
 from ._errors cimport (
     Process,
     check_process,
+    clear_errno,
     failure,
     is_this_process,
     last_errno,
@@ -67,18 +67,15 @@ from .libibverbs cimport (
     IBV_PORT_INIT,
     IBV_PORT_NOP,
     _compat_ibv_port_attr,
-    ibv_context,
     ibv_device,
     ibv_device_attr,
     ibv_gid_entry,
     ibv_mr,
-    ibv_pd,
     ibv_port_attr,
 )
 
 import enum
 import errno
-import operator
 import os
 import sys
 import warnings
@@ -160,6 +157,10 @@ GID_TYPES = {
     IBV_GID_TYPE_ROCE_V1: "RoCE v1",
     IBV_GID_TYPE_ROCE_V2: "RoCE v2",
 }
+
+
+# What makes queues, by verb: the room above puts it here when it is imported.
+queue_makers = {}
 
 
 class Device:
@@ -331,7 +332,7 @@ def list_devices(kind):
     except OSError as failed:
         return found, f"{failed}."
     with nogil:
-        c_errno = 0
+        clear_errno()
         handles = library.verbs.get_device_list(&count)
         error = last_errno() if handles == NULL else 0
     if handles != NULL:
@@ -369,7 +370,7 @@ cdef Context open_context(str name, str kind):
     context.library = library
     context.name = name
     with nogil:
-        c_errno = 0
+        clear_errno()
         context.handle = library.verbs.open_device(device)
         error = last_errno() if context.handle == NULL else 0
         library.verbs.free_device_list(handles)
@@ -445,7 +446,7 @@ cdef class Context(Handle):
 
     def __dealloc__(self):
         cdef int error = 0
-        if self.state != OPEN or not is_this_process(self.process):
+        if not may_finalise(self):
             return
         with nogil:
             error = failure(self.library.verbs.close_device(self.handle))
@@ -480,7 +481,7 @@ cdef class Context(Handle):
         check_open(self, "Context")
         self.children += 1
         with nogil:
-            c_errno = 0
+            clear_errno()
             pd.handle = self.library.verbs.alloc_pd(self.handle)
             error = last_errno() if pd.handle == NULL else 0
         if error:
@@ -513,9 +514,7 @@ cdef class Context(Handle):
         VerbsError
             ibv_create_cq failed.
         """
-        from ._queue import create_cq
-
-        return create_cq(self, depth)
+        return queue_makers["create_cq"](self, depth)
 
     def port(self, n=1):
         """Ask for a port's attributes.
@@ -572,7 +571,7 @@ cdef class Context(Handle):
             )
         self.children += 1
         with nogil:
-            c_errno = 0
+            clear_errno()
             count = self.library.verbs.query_gid_table(
                 self.handle, entries, 256, 0, sizeof(ibv_gid_entry)
             )
@@ -683,7 +682,7 @@ cdef class ProtectionDomain(Handle):
 
     def __dealloc__(self):
         cdef int error
-        if self.state != OPEN or not is_this_process(self.process):
+        if not may_finalise(self):
             return
         with nogil:
             error = failure(self.context.library.verbs.dealloc_pd(self.handle))
@@ -829,9 +828,7 @@ cdef class ProtectionDomain(Handle):
         VerbsError
             ibv_create_qp or ibv_modify_qp failed, or the port has no routable GID.
         """
-        from ._queue import create_qp
-
-        return create_qp(
+        return queue_makers["create_qp"](
             self,
             cq,
             max_send_wr,
@@ -1094,12 +1091,12 @@ cdef MemoryRegion register(
     )
     # The RDMA address is told by its value; the flag would say it a second time.
     cdef int device_rights = rights & ~<int>IBV_ACCESS_ZERO_BASED
-    cdef int error
+    cdef int error = 0
     mr.whole.id = next_registration_id()
     retry_lost_regions()
     pd.children += 1
     with nogil:
-        c_errno = 0
+        clear_errno()
         if library.verbs.reg_mr_iova2 != NULL:
             mr.handle = library.verbs.reg_mr_iova2(
                 pd.handle, <void *>address, size, rdma_addr, device_rights
@@ -1120,8 +1117,9 @@ cdef MemoryRegion register(
                 device_rights & ~<int>IBV_ACCESS_OPTIONAL_RANGE,
             )
         else:
-            c_errno = EOPNOTSUPP
-        error = last_errno() if mr.handle == NULL else 0
+            error = EOPNOTSUPP
+        if mr.handle == NULL and not error:
+            error = last_errno()
     if error:
         pd.children -= 1
         raise_registration_error(pd, address, size, rdma_addr, rights, error)
@@ -1320,6 +1318,15 @@ cdef int warn_unclosed(str text) except -1:
     return 0
 
 
+cdef bint may_finalise(Handle handle) noexcept:
+    # At interpreter exit a daemon thread's objects go while it is still in a verb.
+    return (
+        handle.state == OPEN
+        and handle.children == 0
+        and is_this_process(handle.process)
+    )
+
+
 cdef int check_open(Handle handle, str what) except -1:
     if handle.state != OPEN:
         raise ValueError(f"this {what} is closed")
@@ -1365,16 +1372,19 @@ cdef int check_port(Context context, object n) except -1:
 
 
 cdef int read_limits(Context context) except -1:
+    cdef ibv_device_attr limits
     cdef int error
     check_open(context, "Context")
     context.children += 1
     with nogil:
         error = failure(
-            context.library.verbs.query_device(context.handle, &context.limits)
+            context.library.verbs.query_device(context.handle, &limits)
         )
     context.children -= 1
     if error:
         raise_verbs_error(error, "ibv_query_device", context.name)
+    # In one piece, with the GIL: other threads check their arguments against it.
+    context.limits = limits
     return 0
 
 

@@ -49,6 +49,8 @@ cdef enum State:
 
 # What a view needs of the memory region that it is cut from.
 cdef class Registration:
+    # May what owns the memory refer back to a view? view_type.h reads this, as the first.
+    cdef bint is_cyclic
     cdef rdmaview_view whole
     # The exporter of arrays: keeps the bytes, but not the registration, alive.
     cdef object memory

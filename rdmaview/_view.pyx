@@ -15,7 +15,7 @@ from cpython.buffer cimport (
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.object cimport PyObject
-from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
+from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport UINT32_MAX, UINT64_MAX, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
@@ -28,8 +28,8 @@ from ._errors import DetachedViewError, StaleViewError
 
 cdef extern from "Python.h":
     const Py_ssize_t PY_SSIZE_T_MAX
-    # Called directly, with a ready tuple: __new__() would pack one each time.
     ctypedef struct TypeSlots "PyTypeObject":
+        object (*tp_alloc)(TypeSlots *cls, Py_ssize_t items)
         object (*tp_new)(TypeSlots *cls, object arguments, PyObject *keywords)
 
     ctypedef struct PySliceObject:
@@ -39,7 +39,10 @@ cdef extern from "Python.h":
 
     PyObject *PyErr_Occurred() noexcept
     void PyErr_Clear() noexcept
+    Py_ssize_t PyVectorcall_NARGS(size_t count_and_flag) noexcept
+    # Errors are looked for by PyErr_Occurred, and cleared.
     Py_ssize_t PyLong_AsSsize_t(object number) noexcept
+    unsigned long long PyLong_AsUnsignedLongLong(object number) noexcept
     bint PyIndex_Check(object number) noexcept
     bint PySlice_Check(object key) noexcept
     int PySlice_Unpack(
@@ -48,6 +51,16 @@ cdef extern from "Python.h":
     Py_ssize_t PySlice_AdjustIndices(
         Py_ssize_t length, Py_ssize_t *start, Py_ssize_t *stop, Py_ssize_t step
     ) noexcept
+
+cdef extern from "view_type.h":
+    ctypedef object (*CallSlot "vectorcallfunc")(
+        object cls, PyObject *const *arguments, size_t count_and_flag, PyObject *names
+    )
+    object make_view(
+        TypeSlots *cls, const rdmaview_view *value, object registration
+    )
+    Py_ssize_t uncounted_header(object view) noexcept
+    int set_up_view_type(TypeSlots *cls, CallSlot call) except -1
 
 cdef extern from "<endian.h>" nogil:
     uint64_t htobe64(uint64_t x)
@@ -67,9 +80,9 @@ cdef class Registration:
         raise TypeError("memory regions are made by ProtectionDomain.reg_mr")
 
 
+# view_type.h takes its life in hand, the collector's part included.
 @cython.final
 @cython.no_gc
-@cython.freelist(256)
 cdef class MemoryRegionView:
     """A slice of a registration: an immutable value of six integers.
 
@@ -101,27 +114,14 @@ cdef class MemoryRegionView:
 
     def __cinit__(
         self,
-        id,
+        id=None,
         virtual_addr=None,
         rdma_addr=None,
         size=None,
         lkey=None,
         rkey=None,
     ):
-        if id is UNSET:
-            return
-        if rkey is None:
-            raise TypeError(
-                "MemoryRegionView takes six integers: "
-                "id, virtual_addr, rdma_addr, size, lkey, rkey"
-            )
-        to_u64(id, "id", &self.value.id)
-        to_u64(virtual_addr, "virtual_addr", &self.value.virtual_addr)
-        to_u64(rdma_addr, "rdma_addr", &self.value.rdma_addr)
-        to_u64(size, "size", &self.value.size)
-        to_u32(lkey, "lkey", &self.value.lkey)
-        to_u32(rkey, "rkey", &self.value.rkey)
-        check_view_end(&self.value)
+        parse_view(id, virtual_addr, rdma_addr, size, lkey, rkey, &self.value)
 
     def __repr__(self):
         return (
@@ -166,6 +166,12 @@ cdef class MemoryRegionView:
             raise BufferError("this view is of a read-only buffer")
         fill_buffer(self, buffer, flags)
 
+    # Called with no keyword, and so without what it takes to look for them.
+    @cython.always_allow_keywords(False)
+    def __array__(self, dtype=None, copy=None):
+        # NumPy comes here only when the buffer was refused, having dropped the reason.
+        return self.array()
+
     def __copy__(self):
         return self
 
@@ -174,6 +180,9 @@ cdef class MemoryRegionView:
 
     def __reduce__(self):
         return view_from_bytes, (self.to_bytes(),)
+
+    def __sizeof__(self):
+        return sizeof(MemoryRegionView) - uncounted_header(self)
 
     def subview(self, offset, size):
         """Cut `size` bytes out of this view, from `offset` on; never clamp.
@@ -397,8 +406,6 @@ cdef class MemoryRegionView:
 
 
 @cython.final
-@cython.no_gc
-@cython.freelist(256)
 cdef class RemoteView:
     """What a peer needs of a view: an immutable value of four integers.
 
@@ -421,9 +428,7 @@ cdef class RemoteView:
         A field does not fit its width, or `rdma_addr` plus `size` passes 2**64.
     """
 
-    def __cinit__(self, id, rdma_addr=None, size=None, rkey=None):
-        if id is UNSET:
-            return
+    def __cinit__(self, id=None, rdma_addr=None, size=None, rkey=None):
         if rkey is None:
             raise TypeError("RemoteView takes four integers: id, rdma_addr, size, rkey")
         to_u64(id, "id", &self.value.id)
@@ -468,6 +473,8 @@ cdef class RemoteView:
             )
         return rdmaview_remote_contains(&self.value, &(<RemoteView>other).value)
 
+    # Called with no keyword, and so without what it takes to look for them.
+    @cython.always_allow_keywords(False)
     def __copy__(self):
         return self
 
@@ -608,24 +615,47 @@ cdef class RemoteView:
         return self.value.rkey
 
 
-# What __cinit__ is handed when the fields are to be copied in from C.
-cdef object UNSET = object()
-cdef tuple BLANK = (UNSET,)
-
-
 cdef MemoryRegionView new_view(const rdmaview_view *value, Registration registration):
-    cdef TypeSlots *cls = <TypeSlots *>MemoryRegionView
-    cdef MemoryRegionView view = <MemoryRegionView>cls.tp_new(cls, BLANK, NULL)
-    view.value = value[0]
-    view.registration = registration
-    return view
+    return <MemoryRegionView>make_view(
+        <TypeSlots *>MemoryRegionView, value, registration
+    )
 
 
 cdef RemoteView new_remote_view(const rdmaview_remote *value):
     cdef TypeSlots *cls = <TypeSlots *>RemoteView
-    cdef RemoteView view = <RemoteView>cls.tp_new(cls, BLANK, NULL)
+    cdef RemoteView view = <RemoteView>cls.tp_alloc(cls, 0)
     view.value = value[0]
     return view
+
+
+cdef object call_view_type(
+    object cls, PyObject *const *arguments, size_t count_and_flag, PyObject *names
+):
+    """MemoryRegionView(...), which needs no tuple for six arguments by position."""
+    cdef TypeSlots *slots = <TypeSlots *>MemoryRegionView
+    cdef Py_ssize_t count = PyVectorcall_NARGS(count_and_flag)
+    cdef Py_ssize_t i
+    cdef rdmaview_view value
+    if names == NULL and count == 6:
+        parse_view(
+            <object>arguments[0],
+            <object>arguments[1],
+            <object>arguments[2],
+            <object>arguments[3],
+            <object>arguments[4],
+            <object>arguments[5],
+            &value,
+        )
+        return new_view(&value, None)
+    positional = tuple([<object>arguments[i] for i in range(count)])
+    named = {}
+    if names != NULL:
+        for i, name in enumerate(<tuple>names):
+            named[name] = <object>arguments[count + i]
+    return slots.tp_new(slots, positional, <PyObject *>named)
+
+
+set_up_view_type(<TypeSlots *>MemoryRegionView, call_view_type)
 
 
 # The high 24 bits of every id of this process, and the process that drew them.
@@ -676,6 +706,29 @@ cdef int parse_u64(object number, str name, uint64_t *parsed) except -1:
         PyErr_Clear()
         return 1
     return 0
+
+
+cdef int parse_view(
+    object id,
+    object virtual_addr,
+    object rdma_addr,
+    object size,
+    object lkey,
+    object rkey,
+    rdmaview_view *value,
+) except -1:
+    if rkey is None:
+        raise TypeError(
+            "MemoryRegionView takes six integers: "
+            "id, virtual_addr, rdma_addr, size, lkey, rkey"
+        )
+    to_u64(id, "id", &value.id)
+    to_u64(virtual_addr, "virtual_addr", &value.virtual_addr)
+    to_u64(rdma_addr, "rdma_addr", &value.rdma_addr)
+    to_u64(size, "size", &value.size)
+    to_u32(lkey, "lkey", &value.lkey)
+    to_u32(rkey, "rkey", &value.rkey)
+    return check_view_end(value)
 
 
 cdef int to_u64(object number, str name, uint64_t *parsed) except -1:
