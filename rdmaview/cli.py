@@ -1,6 +1,7 @@
 """The ``rdmaview`` command: which devices are there, what ails them, and a demo."""
 
 import argparse
+import hashlib
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ TIME_BUDGET = 1.0
 MAX_PASSES = 16
 # How long either side of the demo waits for the other.
 PATIENCE = 120.0
-SEED = 20260000
+SEED = "rdmaview demo"
 WRITTEN, READ = 0, 1
 
 # ibv_query_gid_table came with IBVERBS_1.11.
@@ -478,7 +479,7 @@ def check_soft():
 def run_demo(arguments):
     """Move bytes between two threads, and print what they came to."""
     with open_demo_device(arguments.device) as ctx:
-        plan = make_plan(ctx, arguments.size or default_size(ctx.kind))
+        plan = make_plan(ctx, arguments.size or default_size())
         print(
             f"device {ctx.name} ({kind_text(ctx.kind)}), {size_text(plan.size)} segment"
         )
@@ -506,10 +507,10 @@ def kind_text(kind):
     return "built-in device" if kind == "soft" else "kernel device"
 
 
-def default_size(kind):
+def default_size():
     """Choose a segment that this process may pin, with room for the peer's chunk."""
     soft, _, exempt = _host.memlock()
-    if kind == "soft" or exempt or soft is None:
+    if exempt or soft is None:
         return DEFAULT_SIZE
     half = 1 << max(soft // 2, 2).bit_length() - 1
     return max(min(DEFAULT_SIZE, half), 4 * KIB)
@@ -548,8 +549,8 @@ def pattern(way, number, offset, size):
     -------
     numpy.ndarray
     """
-    bits = np.random.SFC64([SEED, way, number, offset])
-    return bits.random_raw((size + 7) // 8).view("u1")[:size]
+    seed = f"{SEED} {way} {number} {offset}".encode()
+    return np.frombuffer(hashlib.shake_128(seed).digest(size), np.uint8)
 
 
 def verify(array, expected, what, offset):
@@ -581,6 +582,7 @@ def play(ctx, plan, progress):
     ours, theirs = socket.socketpair()
     with (
         ours,
+        theirs,
         ctx.alloc_pd() as pd,
         ctx.create_cq(16) as cq,
         pd.reg_mr(segment, PEER_RIGHTS) as mr,
