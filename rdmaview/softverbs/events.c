@@ -1,4 +1,4 @@
-/* Events that a program waits for on a file descriptor, and the completion channels made of them. */
+/* Events that a program waits for on a file descriptor, and completion channels. */
 #include "internal.h"
 
 #include <errno.h>

@@ -46,7 +46,7 @@ extern pthread_cond_t state_idle;
 void state_wait_idle(void);
 void state_wake_idle(void);
 
-int object_add(struct object *object, enum kind kind, void *handle, void *memory, uint64_t limit);
+int object_add(struct object *object, enum kind kind, void *handle, void *memory, uint64_t most);
 void object_remove(struct object *object);
 void object_free(struct object *object);
 int object_find(enum kind kind, const void *handle, struct object **found);

@@ -25,8 +25,8 @@
 #define REMOTE_WRITES (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC)
 #define KNOWN_ACCESS                                                                               \
     (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |                   \
-     IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_HUGETLB |   \
-     IBV_ACCESS_OPTIONAL_RANGE)
+     IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_ZERO_BASED |                       \
+     IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE)
 
 /* ---- keys: a slot number, then a byte that changes with each use of the slot ---- */
 
@@ -155,7 +155,8 @@ static int check_by_text(int fd, uint64_t start, uint64_t end, uint64_t need)
         uint64_t first, last;
         char readable, writable;
 
-        if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %c%c", &first, &last, &readable, &writable) != 4 ||
+        if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %c%c", &first, &last, &readable, &writable) !=
+                4 ||
             last <= start)
             continue;
         if (first > start || ((need & MAPPING_READABLE) && readable != 'r') ||

@@ -69,11 +69,11 @@ static void grow(void)
         free(old);
 }
 
-int object_add(struct object *object, enum kind kind, void *handle, void *memory, uint64_t limit)
+int object_add(struct object *object, enum kind kind, void *handle, void *memory, uint64_t most)
 {
     struct object **bucket;
 
-    if (counts[kind] >= limit)
+    if (counts[kind] >= most)
         return ENOMEM;
     if (object_total >= bucket_count)
         grow();

@@ -257,10 +257,12 @@ static bool allocate_rings(struct soft_qp *qp)
     qp->send.depth = cap->max_send_wr;
     qp->recv.depth = cap->max_recv_wr;
     qp->send_wqes = calloc((size_t)cap->max_send_wr + 1, sizeof(*qp->send_wqes));
-    qp->send_sges = calloc((size_t)cap->max_send_wr * cap->max_send_sge + 1, sizeof(*qp->send_sges));
+    qp->send_sges =
+        calloc((size_t)cap->max_send_wr * cap->max_send_sge + 1, sizeof(*qp->send_sges));
     qp->inline_data = calloc((size_t)cap->max_send_wr * cap->max_inline_data + 1, 1);
     qp->recv_wqes = calloc((size_t)cap->max_recv_wr + 1, sizeof(*qp->recv_wqes));
-    qp->recv_sges = calloc((size_t)cap->max_recv_wr * cap->max_recv_sge + 1, sizeof(*qp->recv_sges));
+    qp->recv_sges =
+        calloc((size_t)cap->max_recv_wr * cap->max_recv_sge + 1, sizeof(*qp->recv_sges));
     return qp->send_wqes && qp->send_sges && qp->inline_data && qp->recv_wqes && qp->recv_sges;
 }
 

@@ -6,6 +6,14 @@
  * thread, in slices, so that a long transfer delays neither other queue pairs nor a
  * destroy_qp or dereg_mr for long.  Every slice is checked anew: a region that was
  * deregistered in between is an error of the work request, as on an HCA.
+ *
+ * Statuses are rxe's, save where rxe (Linux 6.1) leaves InfiniBand and other devices:
+ *   wrong lkey              LOC_PROT_ERR            rxe: LOC_QP_OP_ERR
+ *   receive too short       REM_INV_REQ_ERR, and    rxe: REM_OP_ERR, and
+ *                           LOC_LEN_ERR there            LOC_QP_OP_ERR there
+ *   receive's lkey wrong    LOC_PROT_ERR there      rxe: LOC_QP_OP_ERR there
+ *   more than max_msg_sz    LOC_LEN_ERR             rxe: succeeds
+ *   completion queue full   its queue pairs fail    rxe: completions are lost
  */
 #include "internal.h"
 
@@ -483,7 +491,8 @@ static void run_slice(struct soft_qp *qp)
         if (status == IBV_WC_LOC_PROT_ERR) {
             finish_send(qp, status);
         } else if (!receiving(peer)) {
-            retry(qp, wqe);
+            /* Sending it again could reach another life of the peer. */
+            finish_send(qp, IBV_WC_RETRY_EXC_ERR);
         } else if (status != IBV_WC_SUCCESS) {
             refuse(qp, peer, status, is_send(wqe) ? IBV_WC_LOC_PROT_ERR : IBV_WC_SUCCESS);
         } else if (end == wqe->length) {

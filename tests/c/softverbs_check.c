@@ -391,7 +391,8 @@ static void devices_show_themselves_as_soft(void)
     CHECK(!strcmp(ibv_get_device_name(list[0]), "soft0"));
     CHECK(!strcmp(ibv_get_device_name(list[1]), "soft1"));
     CHECK(!strcmp(list[0]->dev_name, "uverbs-soft0"));
-    CHECK(ibv_get_device_guid(list[0]) && ibv_get_device_guid(list[0]) != ibv_get_device_guid(list[1]));
+    CHECK(ibv_get_device_guid(list[0]));
+    CHECK(ibv_get_device_guid(list[0]) != ibv_get_device_guid(list[1]));
     ibv_free_device_list(list);
 }
 
@@ -644,7 +645,8 @@ static void iova_is_the_address_that_requests_use(void)
     struct options o = defaults;
     struct pair pair = open_pair(&o);
     struct ibv_mr *local = ibv_reg_mr_iova(pair.a.pd, pair.a.buffer, PAGE, 0, 1);
-    struct ibv_mr *remote = ibv_reg_mr_iova(pair.b.pd, pair.b.buffer, PAGE, 0x100000000, ALL_ACCESS);
+    struct ibv_mr *remote =
+        ibv_reg_mr_iova(pair.b.pd, pair.b.buffer, PAGE, 0x100000000, ALL_ACCESS);
     struct ibv_sge sge = {100, 16, local->lkey};
     struct ibv_send_wr wr = request(IBV_WR_RDMA_WRITE, 1, &sge, &pair.b, 0);
 
@@ -1444,7 +1446,7 @@ static void taking_away_what_a_copy_uses_waits_for_the_copy(void)
     struct options o = defaults;
 
     o.size = (size_t)64 << 20;
-    for (int round = 0; round < 18; round++) {
+    for (int round = 0; round < 36; round++) {
         int how = round % 6;
         struct pair pair = open_pair(&o);
         struct ibv_sge sge = sge_of(&pair.a, 0, (uint32_t)o.size);
@@ -1495,19 +1497,23 @@ static void a_peer_that_fails_in_the_middle_flushes_its_receive(void)
         struct ibv_sge sge = sge_of(&pair.a, 0, (uint32_t)o.size);
         struct ibv_send_wr wr = request(IBV_WR_SEND, 1, &sge, &pair.b, 0);
         struct ibv_qp_attr attr = {.qp_state = how ? IBV_QPS_RESET : IBV_QPS_ERR};
+        struct ibv_wc wc;
 
         memset(pair.a.buffer, 0xaa, o.size);
         CHECK(!post_receive(&pair.b, 2, 0, (uint32_t)o.size));
         CHECK(!post(pair.a.qp, &wr));
         wait_for_first_byte(&pair.b);
         CHECK(!ibv_modify_qp(pair.b.qp, &attr, IBV_QP_STATE));
-        if (how == 0) {
-            expect(pair.b.cq, 2, IBV_WC_WR_FLUSH_ERR);
-        } else { /* another life must not get the rest of the message */
+        if (how) { /* another life must not get the rest of the message */
             connect_to(pair.b.qp, pair.a.context, pair.a.qp->qp_num, &o);
             CHECK(!post_receive(&pair.b, 3, 0, (uint32_t)o.size));
         }
-        expect(pair.a.cq, 1, IBV_WC_RETRY_EXC_ERR);
+        wc = wait_for_one(pair.a.cq);
+        CHECK(wc.status == IBV_WC_RETRY_EXC_ERR || wc.status == IBV_WC_SUCCESS);
+        if (wc.status == IBV_WC_SUCCESS) /* we were too late */
+            expect(pair.b.cq, 2, IBV_WC_SUCCESS);
+        else if (how == 0)
+            expect(pair.b.cq, 2, IBV_WC_WR_FLUSH_ERR);
         expect_nothing(pair.b.cq);
         close_pair(&pair);
     }
