@@ -24,13 +24,13 @@ test-rxe: build
 lint: build $(VENV)/.extra-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/cython-lint rdmaview
+	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint rdmaview
 
-stubs: build
-	$(PY) tools/stubs.py
+stubs: build $(VENV)/.extra-lint
+	$(PY) tools/make-stubs
 
-stubs-check: build
-	$(PY) tools/stubs.py --check
+stubs-check: build $(VENV)/.extra-lint
+	$(PY) tools/make-stubs --check
 
 bench: build $(VENV)/.extra-bench
 	$(PY) benchmarks/bench_view.py $(ARGS)
@@ -47,7 +47,7 @@ $(VENV)/.built: pyproject.toml setup.py $(SOURCES) | packages
 	@touch $@
 
 $(VENV)/.extra-%: pyproject.toml | build
-	@echo "installing what '$*' needs"; $(PY) -m pip install -qqq --no-build-isolation -e '.[$*]'
+	@tools/install-extra $(VENV) $*
 	@touch $@
 
 packages:
