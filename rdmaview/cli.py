@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from . import __version__, _host
+from . import _host
 from ._errors import DeviceNotFoundError
 from ._library import kernel_path, open_library
 from ._queue import QueuePairInfo
@@ -56,6 +56,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(FAILED, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class ShowVersion(argparse.Action):
+    """Asked of the installation, and only if wanted: it takes a while."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Print the version, and exit."""
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(version("rdmaview"))
+        parser.exit()
+
+
 def main(argv=None):
     """Run the command.
 
@@ -90,7 +101,7 @@ def make_parser():
         prog="rdmaview",
         description="Register memory once, slice it in nanoseconds, move it by RDMA.",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print it")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser(
