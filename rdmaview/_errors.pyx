@@ -64,7 +64,13 @@ class VerbsError(OSError):
 
 
 class DeviceNotFoundError(OSError):
-    """There is no such device, or none to choose from."""
+    """There is no such device, or none to choose from.
+
+    Parameters
+    ----------
+    text : str
+        What is there, and what to do.
+    """
 
     def __init__(self, text):
         super().__init__(errno.ENODEV, text)

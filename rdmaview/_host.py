@@ -270,31 +270,6 @@ def no_buffer_text(thing):
     return text
 
 
-def check_items(buffer):
-    """Refuse what has a buffer that a device must not touch.
-
-    Raises
-    ------
-    TypeError
-        The memory is a device's, or holds references to Python objects.
-    """
-    if type(buffer) in (bytearray, bytes):
-        return
-    if hasattr(buffer, "__cuda_array_interface__"):
-        raise TypeError(no_buffer_text(buffer))
-    dtype = getattr(buffer, "dtype", None)
-    holds_objects = (
-        "O" in buffer.format
-        if isinstance(buffer, memoryview)
-        else getattr(dtype, "hasobject", False)
-    )
-    if holds_objects:
-        raise TypeError(
-            f"this {type(buffer).__name__} holds references to Python objects (dtype "
-            f"{dtype}), which are no bytes to move"
-        )
-
-
 def memlock():
     """How much memory this process may pin.
 

@@ -2,6 +2,9 @@
 
 from typing import Any, Literal
 
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Library:
     @property
     def kind(self) -> str: ...

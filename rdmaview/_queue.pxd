@@ -38,6 +38,9 @@ cdef class CompletionQueue(Handle):
     # Work requests whose completion was not seen: never more than `depth`.
     cdef Py_ssize_t in_flight
     cdef uint64_t posted
+    # A thread has polled completions, and not told their owners yet. Who can't claim
+    # the queue looks elsewhere: else two threads would tell them in the wrong order.
+    cdef bint claimed
     # Completions that were seen while another thread looked for its own.
     cdef object seen
     # Queue pairs, borrowed: each takes itself out before it goes. NULL is free.

@@ -4,6 +4,9 @@ from enum import IntEnum
 from struct import Struct
 from typing import Any, NamedTuple, final
 
+import numpy.typing as npt
+from typing_extensions import Buffer
+
 from ._verbs import GID, Context, Handle, ProtectionDomain
 from ._view import MemoryRegionView, RemoteView
 
@@ -77,7 +80,7 @@ class WorkCompletion:
     @property
     def hint(self) -> str: ...
 
-queue_makers: dict[str, builtin_function_or_method]
+queue_makers: dict[str, Any]
 
 class Status(IntEnum):
     SUCCESS = 0
@@ -128,7 +131,7 @@ class QueuePairInfo(NamedTuple):
     gid: bytes
     def to_bytes(self) -> bytes: ...
     @classmethod
-    def from_bytes() -> None: ...
+    def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> QueuePairInfo: ...
 
 def restore_completion(
     wr_id: Any,

@@ -4,7 +4,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EADDRNOTAVAIL, EIO, ENOMEM
-from libc.math cimport isfinite
+from libc.math cimport INFINITY, isfinite
 from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
@@ -316,9 +316,9 @@ cdef class CompletionQueue(Handle):
             The queue is closed, or `n` is below 1.
         """
         cdef uint64_t limit
-        check_open(self, "CompletionQueue")
         if parse_u64(n, "n", &limit) or not 1 <= limit <= <uint64_t>UINT32_MAX:
             raise ValueError(f"n must be at least 1, not {n!r}")
+        check_open(self, "CompletionQueue")
         while <uint64_t>len(self.seen) < limit:
             if look(self) == 0:
                 break
@@ -417,7 +417,8 @@ cdef class QueuePair(Handle):
             report_lost(error, "ibv_destroy_qp", self.pd.context.name)
             if error:
                 # The device may still use the pinned memory: leave it pinned.
-                self.cq.slots[self.slot] = NULL
+                if self.slot >= 0:
+                    self.cq.slots[self.slot] = NULL
                 return
             while look(self.cq):
                 pass
@@ -452,20 +453,18 @@ cdef class QueuePair(Handle):
             ibv_modify_qp failed; the queue pair can be connected again.
         """
         cdef ibv_qp_attr attr
-        cdef ibv_port_attr port
-        cdef Context context
         cdef bytes gid
         cdef int mtu = 1
-        check_open(self, "QueuePair")
         if not isinstance(peer, QueuePairInfo):
             raise TypeError(
                 f"peer is a QueuePairInfo, not {type(peer).__name__}: rebuild one with "
                 "QueuePairInfo.from_bytes"
             )
+        # tuple's own ways to build one pass the checks by, and so could a subclass.
+        peer = QueuePairInfo(*peer)
+        check_open(self, "QueuePair")
         if self.connected:
             raise ValueError(f"{self!r} is connected already")
-        context = self.pd.context
-        read_port(context, self.port, &port)
         while 128 << (mtu + 1) <= min(peer.mtu, self.info.mtu):
             mtu += 1
         memset(&attr, 0, sizeof(attr))
@@ -502,9 +501,10 @@ cdef class QueuePair(Handle):
             )
             attr.qp_state = IBV_QPS_RTS
             attr.sq_psn = self.info.psn
-            # 4.096 us * 2**14 = 67 ms a try (InfiniBand specification, 9.7.6.1.3).
-            attr.timeout = 14
-            attr.retry_cnt = 7
+            # 4.096 us * 2**16 = 0.27 s a try (InfiniBand specification, 9.7.6.1.3). A
+            # retry count of 7 would be the largest, but rxe takes it for "for ever".
+            attr.timeout = 16
+            attr.retry_cnt = 6
             attr.rnr_retry = 7
             attr.max_rd_atomic = min(self.info.max_rd_atomic, peer.max_dest_rd_atomic)
             modify(
@@ -764,7 +764,6 @@ def create_cq(Context context not None, depth):
     cdef CompletionQueue cq = CompletionQueue.__new__(CompletionQueue)
     cdef uint64_t entries
     cdef int error
-    check_open(context, "Context")
     if parse_u64(depth, "depth", &entries) or not (
         1 <= entries <= <uint64_t>context.limits.max_cqe
     ):
@@ -772,6 +771,7 @@ def create_cq(Context context not None, depth):
             f"depth must be from 1 to {context.limits.max_cqe} (max_cqe of "
             f"{context.name}), not {depth!r}"
         )
+    check_open(context, "Context")
     context.children += 1
     with nogil:
         clear_errno()
@@ -841,6 +841,9 @@ def create_qp(
     qp.ethernet = port_attr.link_layer == IBV_LINK_LAYER_ETHERNET
     qp.gid = choose_gid(context, qp.port, gid_index, qp.ethernet)
 
+    # Another thread may have closed them while the port was asked.
+    check_open(pd, "ProtectionDomain")
+    check_open(completion_queue, "CompletionQueue")
     pd.children += 1
     completion_queue.children += 1
     with nogil:
@@ -924,10 +927,12 @@ cdef int modify(QueuePair qp, ibv_qp_attr *attr, int mask, str what) except -1:
 
 
 cdef object choose_gid(Context context, uint8_t port, object index, bint ethernet):
+    cdef uint64_t wanted
     if not ethernet and index is None:
         return None
     table = context.gids(port)
     if index is not None:
+        parse_u64(index, "gid_index", &wanted)
         for entry in table:
             if entry.index == index:
                 return entry
@@ -994,7 +999,7 @@ cdef int leave(QueuePair qp) except -1:
         take_oldest(qp, &request)
         if request.waiter != NULL:
             store_waiting(&request.waiter.state, ABANDONED)
-        unpin(&request)
+        let_go(&request)
     qp.cq.children -= 1
     qp.pd.children -= 1
     return 0
@@ -1135,6 +1140,7 @@ cdef int post_and_wait(
     cdef int64_t deadline = parse_timeout(timeout)
     cdef int64_t spin_until
     cdef uint64_t wr_id
+    cdef object completion = None
     waiter.state = PENDING
     waiter.bad = NULL
     wr_id = post(qp, opcode, local, remote, &waiter)
@@ -1150,6 +1156,9 @@ cdef int post_and_wait(
     finally:
         if waiter.state == PENDING:
             forget_waiter(qp, wr_id)
+        if waiter.bad != NULL:
+            completion = <object>waiter.bad
+            Py_DECREF(completion)
     if waiter.state == PENDING:
         raise TimeoutError(
             f"{OPCODES[opcode]} of {local.size} bytes was not done in {timeout} s. Work "
@@ -1162,9 +1171,7 @@ cdef int post_and_wait(
             "ibv_post_send",
             f"the queue pair was closed while {OPCODES[opcode]} {wr_id:#x} was in flight",
         )
-    if waiter.bad != NULL:
-        completion = <object>waiter.bad
-        Py_DECREF(completion)
+    if completion is not None:
         raise WorkCompletionError(completion)
     return 0
 
@@ -1184,7 +1191,11 @@ cdef int forget_waiter(QueuePair qp, uint64_t wr_id) except -1:
 cdef int look(CompletionQueue cq) except -1:
     """Take what the device has, with the GIL; return the number of completions."""
     cdef ibv_wc wcs[BATCH]
-    cdef int found = ibv_poll_cq(cq.handle, BATCH, wcs)
+    cdef int found
+    check_open(cq, "CompletionQueue")
+    if claim(&cq.claimed):
+        return 0
+    found = ibv_poll_cq(cq.handle, BATCH, wcs)
     return dispatch(cq, wcs, found)
 
 
@@ -1196,23 +1207,27 @@ cdef int watch(CompletionQueue cq, int64_t deadline, Waiter *waiter) except -1:
     check_open(cq, "CompletionQueue")
     cq.children += 1
     with nogil:
-        found = poll_until(cq.handle, wcs, until, waiter)
+        found = poll_until(cq, wcs, until, waiter)
     cq.children -= 1
-    dispatch(cq, wcs, found)
+    if found != 0:
+        dispatch(cq, wcs, found)
     PyErr_CheckSignals()
     return 0
 
 
 cdef int poll_until(
-    ibv_cq *cq, ibv_wc *wcs, int64_t until, Waiter *waiter
+    CompletionQueue cq, ibv_wc *wcs, int64_t until, Waiter *waiter
 ) noexcept nogil:
+    """Return what ibv_poll_cq did, and with the queue claimed unless that was 0."""
     cdef int64_t start = now()
     cdef int64_t clock
     cdef int found
     while True:
-        found = ibv_poll_cq(cq, BATCH, wcs)
-        if found != 0:
-            return found
+        if not claim(&cq.claimed):
+            found = ibv_poll_cq(cq.handle, BATCH, wcs)
+            if found != 0:
+                return found
+            unclaim(&cq.claimed)
         # Another thread may take this one's completion, and then says so here.
         if waiter != NULL and load_waiting(&waiter.state) != PENDING:
             return 0
@@ -1224,51 +1239,56 @@ cdef int poll_until(
 
 
 cdef int dispatch(CompletionQueue cq, ibv_wc *wcs, int found) except -1:
+    """Tell the owners of what was polled, then let go of the queue and the memory."""
+    cdef Request ended[BATCH]
+    cdef int count = 0
     cdef int i
-    if found < 0:
-        raise_verbs_error(
-            EIO,
-            "ibv_poll_cq",
-            f"{cq!r} answered {found}",
-            "The completion queue is broken, perhaps overrun: make a new one",
-        )
-    for i in range(found):
-        dispatch_one(cq, &wcs[i])
+    try:
+        if found < 0:
+            raise_verbs_error(
+                EIO,
+                "ibv_poll_cq",
+                f"{cq!r} answered {found}",
+                "The completion queue is broken, perhaps overrun: make a new one",
+            )
+        for i in range(found):
+            count += dispatch_one(cq, &wcs[i], &ended[count])
+    finally:
+        unclaim(&cq.claimed)
+        # This may run finalisers, which may use the queue, so it comes last.
+        for i in range(count):
+            let_go(&ended[i])
     return found
 
 
-cdef int dispatch_one(CompletionQueue cq, const ibv_wc *wc) except -1:
-    cdef QueuePair qp = None
-    cdef Request request
-    cdef bint known = False
+cdef int dispatch_one(
+    CompletionQueue cq, const ibv_wc *wc, Request *request
+) except -1:
+    """Return 1 if `request` is what ended, 0 if it was given up before."""
+    cdef QueuePair qp
     cdef Py_ssize_t slot = <Py_ssize_t>(wc.wr_id >> SLOT_SHIFT)
     cdef WorkCompletion completion
-    if slot < cq.slot_count and cq.slots[slot] != NULL:
-        qp = <QueuePair>cq.slots[slot]
-        # Requests end in the order in which they were posted.
-        while (
-            not known
-            and qp.oldest != qp.newest
-            and qp.requests[qp.oldest % qp.capacity].wr_id <= wc.wr_id
-        ):
-            take_oldest(qp, &request)
-            known = request.wr_id == wc.wr_id
-            if not known:
-                unpin(&request)
-    if known and request.waiter != NULL and wc.status == IBV_WC_SUCCESS:
-        store_waiting(&request.waiter.state, COMPLETED)
-        unpin(&request)
+    if slot >= cq.slot_count or cq.slots[slot] == NULL:
         return 0
-    completion = new_completion(wc, qp, &request if known else NULL)
-    if known and request.waiter != NULL:
+    qp = <QueuePair>cq.slots[slot]
+    # Requests end in the order in which they were posted.
+    if (
+        qp.oldest == qp.newest
+        or qp.requests[qp.oldest % qp.capacity].wr_id != wc.wr_id
+    ):
+        return 0
+    take_oldest(qp, request)
+    if request.waiter != NULL and wc.status == IBV_WC_SUCCESS:
+        store_waiting(&request.waiter.state, COMPLETED)
+        return 1
+    completion = new_completion(wc, qp, request)
+    if request.waiter != NULL:
         Py_INCREF(completion)
         request.waiter.bad = <void *>completion
         store_waiting(&request.waiter.state, COMPLETED)
     else:
         cq.seen.append(completion)
-    if known:
-        unpin(&request)
-    return 0
+    return 1
 
 
 cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *request):
@@ -1277,15 +1297,13 @@ cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *requ
     completion.status = SUCCEEDED if wc.status == IBV_WC_SUCCESS else Status(wc.status)
     completion.vendor_err = wc.vendor_err
     completion.qp_num = wc.qp_num
-    completion.opcode = "unknown"
+    completion.opcode = OPCODES[request.opcode]
+    completion.local = new_view(&request.local, None)
+    completion.remote = new_remote_view(&request.remote)
     completion.hint = ""
-    if request != NULL:
-        completion.opcode = OPCODES[request.opcode]
-        completion.local = new_view(&request.local, None)
-        completion.remote = new_remote_view(&request.remote)
-        if wc.status == IBV_WC_SUCCESS:
-            completion.byte_len = <uint32_t>request.local.size
-    if wc.status != IBV_WC_SUCCESS and qp is not None:
+    if wc.status == IBV_WC_SUCCESS:
+        completion.byte_len = <uint32_t>request.local.size
+    else:
         completion.hint = _host.status_hint(
             completion.status.name, completion.opcode, gid_label(qp.gid)
         )
@@ -1299,14 +1317,14 @@ cdef int take_oldest(QueuePair qp, Request *request) noexcept:
     request[0] = qp.requests[qp.oldest % qp.capacity]
     qp.oldest += 1
     qp.cq.in_flight -= 1
+    # Before its waiter is told, who may close the region at once.
+    (<MemoryRegion>(<MemoryRegionView>request.view).registration).pins -= 1
     return 0
 
 
-cdef int unpin(Request *request) except -1:
-    """Let go of the memory; this may run finalisers, so it comes last."""
-    cdef MemoryRegionView view = <MemoryRegionView>request.view
-    (<MemoryRegion>view.registration).pins -= 1
-    Py_DECREF(view)
+cdef int let_go(Request *request) except -1:
+    """Let go of the memory; this may run finalisers."""
+    Py_DECREF(<MemoryRegionView>request.view)
     return 0
 
 
@@ -1321,7 +1339,10 @@ cdef int64_t parse_timeout(object timeout) except -1:
     cdef double seconds
     if isinstance(timeout, bool) or timeout is None:
         raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
-    seconds = timeout
+    try:
+        seconds = timeout
+    except OverflowError:
+        seconds = INFINITY
     if not isfinite(seconds) or not 0 <= seconds <= 1e9:
         raise ValueError(
             f"timeout must be from 0 to 1e9 seconds, not {timeout!r}: every wait ends"
@@ -1338,9 +1359,13 @@ cdef inline int64_t now() noexcept nogil:
 
 cdef extern from *:
     """
+    #define claim(taken) __atomic_exchange_n(taken, 1, __ATOMIC_ACQUIRE)
+    #define unclaim(taken) __atomic_store_n(taken, 0, __ATOMIC_RELEASE)
     /* Set by one thread with the GIL, read by the waiting one without it. */
     #define load_waiting(state) __atomic_load_n(state, __ATOMIC_ACQUIRE)
     #define store_waiting(state, x) __atomic_store_n(state, x, __ATOMIC_RELEASE)
     """
+    bint claim(bint *taken) noexcept nogil
+    void unclaim(bint *taken) noexcept nogil
     Waiting load_waiting(Waiting *state) noexcept nogil
     void store_waiting(Waiting *state, Waiting x) noexcept nogil

@@ -2,14 +2,15 @@
 
 from enum import IntFlag
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, SupportsIndex, final
 
 import numpy.typing as npt
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer, Self, disjoint_base
 
 from ._queue import CompletionQueue, QueuePair
 from ._view import MemoryRegionView, Registration
 
+@disjoint_base
 class Handle:
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -48,15 +49,15 @@ class ProtectionDomain(Handle):
         buffer: Buffer | npt.NDArray[Any],
         access: Access | None = None,
         *,
-        iova: int | None = None,
+        iova: SupportsIndex | None = None,
     ) -> MemoryRegion: ...
     def reg_mr_address(
         self,
-        addr: int,
-        length: int,
+        addr: SupportsIndex,
+        length: SupportsIndex,
         access: Access = ...,
         *,
-        iova: int | None = None,
+        iova: SupportsIndex | None = None,
         owner: object | None = None,
     ) -> MemoryRegion: ...
     def create_qp(
@@ -89,7 +90,9 @@ class MemoryRegion(Registration):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
-    def view(self, offset: int = 0, size: int | None = None) -> MemoryRegionView: ...
+    def view(
+        self, offset: SupportsIndex = 0, size: SupportsIndex | None = None
+    ) -> MemoryRegionView: ...
     def view_of(self, array: Buffer | npt.NDArray[Any]) -> MemoryRegionView: ...
     def close(self) -> None: ...
     @property
@@ -175,7 +178,7 @@ class PortAttributes(NamedTuple):
     link_layer: str
 
 class GID(NamedTuple):
-    index: int
+    index: int  # type: ignore[assignment]
     type: str
     address: str
     raw: bytes
@@ -183,7 +186,7 @@ class GID(NamedTuple):
 PORT_STATES: dict[int, str]
 LINK_LAYERS: dict[int, str]
 GID_TYPES: dict[int, str]
-queue_makers: dict[str, builtin_function_or_method]
+queue_makers: dict[str, Any]
 
 class Device:
     name: str

@@ -9,7 +9,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
-from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from libc.errno cimport EBUSY, EINVAL, EOPNOTSUPP
 from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
@@ -74,8 +74,10 @@ from .libibverbs cimport (
     ibv_port_attr,
 )
 
+import array
 import enum
 import errno
+import mmap
 import os
 import sys
 import warnings
@@ -83,8 +85,16 @@ import weakref
 from collections import namedtuple
 
 from . import _host
-from ._errors import DeviceNotFoundError, StaleViewError, VerbsError
+from ._errors import (
+    DetachedViewError,
+    DeviceNotFoundError,
+    StaleViewError,
+    VerbsError,
+)
 from ._library import open_library
+
+cdef extern from "Python.h":
+    bint PyObject_IS_GC(object thing) noexcept
 
 cdef enum:
     PEER_RIGHTS = (
@@ -121,23 +131,49 @@ DEVICE_FIELDS = (
     "max_qp_init_rd_atom max_mw max_ah max_srq max_srq_wr max_srq_sge max_pkeys "
     "local_ca_ack_delay phys_port_cnt"
 )
-DeviceAttributes = namedtuple("DeviceAttributes", DEVICE_FIELDS)
-DeviceAttributes.__doc__ = """What a device can do, named as in ibv_query_device(3)."""
+DeviceAttributes = namedtuple("DeviceAttributes", DEVICE_FIELDS, module=__name__)
+DeviceAttributes.__doc__ = """What a device can do, named as in ibv_query_device(3).
+
+Attributes
+----------
+fw_ver : str
+node_guid, sys_image_guid, max_mr_size, page_size_cap, vendor_id : int
+vendor_part_id, hw_ver, max_qp, max_qp_wr, device_cap_flags, max_sge : int
+max_sge_rd, max_cq, max_cqe, max_mr, max_pd, max_qp_rd_atom : int
+max_res_rd_atom, max_qp_init_rd_atom, max_mw, max_ah, max_srq : int
+max_srq_wr, max_srq_sge, max_pkeys, local_ca_ack_delay, phys_port_cnt : int
+"""
 
 PORT_FIELDS = (
     "state max_mtu active_mtu gid_tbl_len port_cap_flags max_msg_sz pkey_tbl_len lid "
     "sm_lid active_width active_speed phys_state link_layer"
 )
-PortAttributes = namedtuple("PortAttributes", PORT_FIELDS)
+PortAttributes = namedtuple("PortAttributes", PORT_FIELDS, module=__name__)
 PortAttributes.__doc__ = """A port, named as in ibv_query_port(3).
 
-`state` and `link_layer` are words, the MTUs and `max_msg_sz` bytes.
+Attributes
+----------
+state : str
+    As "ACTIVE".
+max_mtu, active_mtu, max_msg_sz : int
+    Bytes.
+gid_tbl_len, port_cap_flags, pkey_tbl_len, lid, sm_lid : int
+active_width, active_speed, phys_state : int
+link_layer : str
+    As "Ethernet".
 """
 
-GID = namedtuple("GID", "index type address raw")
+GID = namedtuple("GID", "index type address raw", module=__name__)
 GID.__doc__ = """An entry of a port's GID table.
 
-`type` is "IB", "RoCE v1" or "RoCE v2", `address` its text, `raw` its 16 bytes.
+Attributes
+----------
+index : int
+type : str
+    "IB", "RoCE v1" or "RoCE v2".
+address : str
+raw : bytes
+    16 bytes: what `address` is the text of.
 """
 
 PORT_STATES = {
@@ -393,7 +429,10 @@ _contexts = weakref.WeakSet()
 def refresh_limits():
     """Ask each open device for its limits anew."""
     for context in list(_contexts):
-        if not context.closed:
+        # Those that fork() copied from the parent are not ours to ask.
+        if (<Context>context).state == OPEN and is_this_process(
+            (<Context>context).process
+        ):
             read_limits(context)
 
 
@@ -614,6 +653,7 @@ cdef class Context(Handle):
             EBUSY: protection domains or completion queues of it are open.
         """
         cdef int error
+        retry_lost_regions()
         if not begin_close(
             &self.state, self.process, &self.children, "ibv_close_device", self.name
         ):
@@ -708,7 +748,7 @@ cdef class ProtectionDomain(Handle):
         access : Access, optional
             Default: LOCAL_WRITE for a writable buffer, no right for a read-only
             one. A peer's rights are always asked for by name.
-        iova : int, optional
+        iova : integer, optional
             The RDMA address of the first byte. Default: its virtual address. It
             must have the virtual address's offset in its page (the kernel's rule).
 
@@ -751,12 +791,12 @@ cdef class ProtectionDomain(Handle):
 
         Parameters
         ----------
-        addr : int
+        addr : integer
             Virtual address of the first byte.
-        length : int
+        length : integer
             Bytes.
         access : Access, default LOCAL_WRITE
-        iova : int, optional
+        iova : integer, optional
             As in `reg_mr`.
         owner : object, optional
             Kept alive until the region is deregistered and no array of it is left.
@@ -895,10 +935,13 @@ cdef class MemoryRegion(Registration):
     def __cinit__(self):
         self.state = CLOSED
 
-    def __dealloc__(self):
+    # No __dealloc__: in a reference cycle that would come after the owner of the memory
+    # has let go of it, but the collector calls every __del__ before it breaks a cycle.
+    def __del__(self):
         cdef int error
-        if self.state != OPEN or not is_this_process(self.process):
+        if self.state != OPEN or self.pins or not is_this_process(self.process):
             return
+        self.state = CLOSING
         with nogil:
             error = failure(self.pd.context.library.verbs.dereg_mr(self.handle))
         if error:
@@ -907,6 +950,7 @@ cdef class MemoryRegion(Registration):
             report_lost(error, "ibv_dereg_mr", repr(self))
         else:
             count_out(self)
+        self.state = CLOSED
 
     def __reduce__(self):
         raise TypeError(
@@ -938,6 +982,12 @@ cdef class MemoryRegion(Registration):
         return self.whole.size
 
     def __getitem__(self, key):
+        """Cut a view by a slice.
+
+        Returns
+        -------
+        MemoryRegionView
+        """
         cdef uint64_t offset
         cdef uint64_t length
         parse_slice(key, self.whole.size, &offset, &length)
@@ -948,9 +998,9 @@ cdef class MemoryRegion(Registration):
 
         Parameters
         ----------
-        offset : int, default 0
+        offset : integer, default 0
             Bytes from the region's start.
-        size : int, optional
+        size : integer, optional
             Bytes. Default: all from `offset` on.
 
         Returns
@@ -1094,6 +1144,8 @@ cdef MemoryRegion register(
     cdef int error = 0
     mr.whole.id = next_registration_id()
     retry_lost_regions()
+    # Only now: an argument's own code or another thread may have closed it meanwhile.
+    check_open(pd, "ProtectionDomain")
     pd.children += 1
     with nogil:
         clear_errno()
@@ -1126,6 +1178,9 @@ cdef MemoryRegion register(
     library.has_registered = True
     mr.pd = pd
     mr.memory = memory
+    mr.is_cyclic = may_hold_views(
+        memory.buffer.obj if memory.exported else memory.owner
+    )
     mr.readonly = readonly
     mr.rights = rights
     mr.process = pd.process
@@ -1190,6 +1245,18 @@ cdef uint64_t check_registration(
     return rdma_addr
 
 
+# Owners of bytes that refer to nothing. The collector looks into two of them, but only
+# for their type.
+cdef frozenset PLAIN_BUFFERS = frozenset((bytearray, bytes, mmap.mmap, array.array))
+
+
+cdef bint may_hold_views(object owner) except -1:
+    """Could the owner of memory refer to a view of it, so that the collector sees it?"""
+    while type(owner) is memoryview:
+        owner = owner.obj
+    return PyObject_IS_GC(owner) and type(owner) not in PLAIN_BUFFERS
+
+
 cdef HostMemory hold_buffer(object buffer, int rights):
     """Export the buffer of an object; rights of -1 take what it can give."""
     cdef HostMemory memory = HostMemory.__new__(HostMemory)
@@ -1202,11 +1269,33 @@ cdef HostMemory hold_buffer(object buffer, int rights):
             &memory.buffer,
             PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0),
         )
+    except (DetachedViewError, StaleViewError):
+        raise
     except (BufferError, ValueError) as refusal:
         hold_other_buffer(memory, buffer, rights, refusal)
     memory.exported = True
-    _host.check_items(buffer)
+    check_items(buffer)
     return memory
+
+
+cdef int check_items(object buffer) except -1:
+    """Refuse memory that is a device's, or holds references to Python objects."""
+    if type(buffer) in PLAIN_BUFFERS:
+        return 0
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise TypeError(_host.no_buffer_text(buffer))
+    dtype = getattr(buffer, "dtype", None)
+    holds_objects = (
+        "O" in buffer.format
+        if isinstance(buffer, memoryview)
+        else getattr(dtype, "hasobject", False)
+    )
+    if holds_objects:
+        raise TypeError(
+            f"this {type(buffer).__name__} holds references to Python objects (dtype "
+            f"{dtype}), which are no bytes to move"
+        )
+    return 0
 
 
 cdef int hold_other_buffer(
@@ -1300,21 +1389,24 @@ cdef int retry_lost_regions() except -1:
 
 cdef int report_lost(int error, str verb, str what) except -1:
     """Tell of a finaliser that failed: it can't raise."""
-    if error == 0:
-        return 0
-    try:
-        raise_verbs_error(error, verb, what)
-    except VerbsError:
-        PyErr_WriteUnraisable(verb)
+    if error:
+        write_unraisable(VerbsError(max(error, 0), verb, what), verb)
     return 0
 
 
 cdef int warn_unclosed(str text) except -1:
     try:
         warnings.warn(text, ResourceWarning, stacklevel=1)
-    except ResourceWarning:
+    except ResourceWarning as warning:
         # Warnings are errors here, but a finaliser can't raise.
-        PyErr_WriteUnraisable(text)
+        write_unraisable(warning, text)
+    return 0
+
+
+cdef int write_unraisable(object error, str where) except -1:
+    # It tells of the exception that is raised, which one that is handled is not.
+    PyErr_SetObject(type(error), error)
+    PyErr_WriteUnraisable(where)
     return 0
 
 
@@ -1337,7 +1429,7 @@ cdef int begin_close(
     State *state, Process process, Py_ssize_t *children, str verb, str what
 ) except -1:
     """Claim the closing of a handle; return 0 if it is closed already."""
-    while state[0] == CLOSING:
+    while state[0] == CLOSING and is_this_process(process):
         # Another thread is at it: what it comes to is the answer to this call too.
         with nogil:
             usleep(50)
@@ -1363,11 +1455,11 @@ cdef int begin_close(
 
 cdef int check_port(Context context, object n) except -1:
     cdef uint64_t port
-    check_open(context, "Context")
     if parse_u64(n, "port", &port) or not 1 <= port <= context.limits.phys_port_cnt:
         raise ValueError(
             f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, not {n!r}"
         )
+    check_open(context, "Context")
     return <int>port
 
 
@@ -1406,13 +1498,15 @@ cdef int read_port(Context context, uint8_t port, ibv_port_attr *attributes) exc
 
 
 cdef int parse_access(object access) except -1:
+    cdef uint64_t bits
     if isinstance(access, bool) or not isinstance(access, int):
         raise TypeError(
             f"access is an rdmaview.Access, not {type(access).__name__}: {access!r}"
         )
-    if access < 0 or access & ~KNOWN_RIGHTS:
+    # As a plain integer: the operators of an IntFlag are slow.
+    if parse_u64(access, "access", &bits) or bits & ~<uint64_t>KNOWN_RIGHTS:
         raise ValueError(f"access {int(access):#x} has bits that are no rights")
-    return <int>access
+    return <int>bits
 
 
 cdef str rights_text(int rights):

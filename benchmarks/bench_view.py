@@ -1,0 +1,317 @@
+"""What views cost, beside what else a Python program could use, with the limit of each.
+
+python benchmarks/bench_view.py [--device NAME] [--quick] [--json FILE]
+
+Everything that is compared runs in short turns, one after the other, so that a machine
+that slows down slows all of it. Of the turns the fastest counts for what takes
+nanoseconds, since noise only ever adds, and the median for processes and devices. Times
+are net of an empty loop.
+"""
+
+import argparse
+import collections
+import copy
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyperf
+
+import rdmaview as rv
+
+HERE = Path(__file__).parent
+SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's pyverbs is for this one
+TURN = 0.001  # seconds
+
+FIELDS = "id, virtual_addr, rdma_addr, size, lkey, rkey"
+NUMBERS = (0x5AA5F0_00_0000_0007, 0x7F12_3456_7000, 0x7F12_3456_7000, 1 << 20, 4660, 4661)
+
+
+@dataclass
+class Row:
+    """One comparison; times in nanoseconds, None for what could not be measured."""
+
+    operation: str
+    ours: float
+    alternative: str
+    theirs: float | None = None
+    limit: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self):
+        """Ours by theirs."""
+        return None if self.theirs is None else self.ours / self.theirs
+
+    @property
+    def verdict(self):
+        """Within the limit or over it; empty where there is none."""
+        if self.limit is None or self.ratio is None:
+            return ""
+        return "ok" if self.ratio <= self.limit else "over"
+
+
+# What is timed, an alternative, and the limit of their ratio.
+STATEMENTS = [
+    ("v[a:b]", "m[a:b]", "slice of a memoryview", 0.75),
+    ("v[a:b]", "SGE(addr, length, lkey)", "ibverbs.SGE(addr, length, lkey)", 0.35),
+    ("hash(v)", "hash(t)", "hash of a tuple", 0.6),
+    ("v == w", "t == u", "equality of tuples", 0.6),
+    (f"View({FIELDS})", f"Named({FIELDS})", "namedtuple", 0.25),
+    ("copy(v)", "copy(t)", "copy of a tuple", 1.6),
+]
+
+
+def names():
+    """Everything that the statements name."""
+    view = rv.MemoryRegionView
+    # Equal, but not the same objects: an equality that compares identities learns nothing.
+    other = tuple(int(str(number)) for number in NUMBERS)
+    known = {
+        "v": view(*NUMBERS),
+        "w": view(*other),
+        "t": NUMBERS,
+        "u": other,
+        "m": memoryview(bytearray(NUMBERS[3])),
+        "a": 4096,
+        "b": 8192,
+        "hash": hash,
+        "copy": copy.copy,
+        "View": view,
+        "Named": collections.namedtuple("Named", FIELDS),
+        **dict(zip(FIELDS.split(", "), NUMBERS, strict=True)),
+    }
+    try:
+        import ibverbs  # noqa: PLC0415
+    except ImportError:
+        return known
+    return {**known, "SGE": ibverbs.SGE, "addr": NUMBERS[1], "length": 4096}
+
+
+def statement_rows(turns):
+    """Time the statements against one another."""
+    known = names()
+    rows = []
+    for statement, alternative, name, limit in STATEMENTS:
+        if "SGE" in alternative and "SGE" not in known:
+            ours = fastest([statement], known, turns)[0]
+            rows.append(Row(statement, ours, name, note="ibverbs is not installed"))
+            continue
+        ours, theirs = fastest([statement, alternative], known, turns)
+        rows.append(Row(statement, ours, name, theirs, limit))
+    return rows
+
+
+def fastest(statements, known, turns):
+    """Nanoseconds of each statement, net of an empty loop."""
+    # Local names, as in a function: looking up globals would count to both sides.
+    setup = "; ".join(f"{name} = known[{name!r}]" for name in known)
+    timers = [
+        timeit.Timer(statement, setup, pyperf.perf_counter, {"known": known})
+        for statement in ["pass", *statements]
+    ]
+    loops = [max(1, round(TURN / (timer.timeit(1000) / 1000))) for timer in timers]
+    best = [float("inf")] * len(timers)
+    for _ in range(turns):
+        for i, timer in enumerate(timers):
+            best[i] = min(best[i], timer.timeit(loops[i]) / loops[i])
+    return [(seconds - best[0]) * 1e9 for seconds in best[1:]]
+
+
+def size_row():
+    """Bytes, not nanoseconds: the limit is absolute."""
+    size = sys.getsizeof(rv.MemoryRegionView(*NUMBERS))
+    limit = 72
+    verdict = "ok" if size <= limit else "over"
+    return Row("sys.getsizeof(v)", size, f"at most {limit} bytes", note=verdict)
+
+
+def import_row(turns):
+    """Import into fresh processes, one after the other."""
+    ours, theirs = medians(
+        [lambda: import_ns("rdmaview"), lambda: import_ns("numpy")], turns
+    )
+    return Row("import rdmaview", ours, "import numpy", theirs, 1.2)
+
+
+def import_ns(module):
+    """Time an import in a new interpreter."""
+    code = (
+        "import time; start = time.perf_counter_ns(); "
+        f"import {module}; print(time.perf_counter_ns() - start)"
+    )
+    return int(subprocess.check_output([sys.executable, "-c", code]))
+
+
+def medians(measures, turns):
+    """Call each measure in turn; the median of each, or None if it can't be taken."""
+    samples = [[] for _ in measures]
+    for _ in range(turns):
+        for taken, measure in zip(samples, measures, strict=True):
+            taken.append(measure())
+    return [
+        None if None in taken else statistics.median(taken) for taken in samples
+    ]
+
+
+class Bench:
+    """Runs C programs and other libraries on a device, each in its own process."""
+
+    def __init__(self, device, rounds, library_dir):
+        self.device = device
+        self.rounds = rounds
+        self.troubles = {}
+        self.environment = dict(os.environ)
+        if library_dir:
+            self.environment["LD_LIBRARY_PATH"] = library_dir
+        with rv.open(device) as ctx, ctx.alloc_pd() as pd, ctx.create_cq(4) as cq:
+            with pd.create_qp(cq) as qp:
+                self.gid_index = qp.gid.index if qp.gid else 0
+
+    def rows(self, turns):
+        """The two rows that need a device."""
+        return [
+            *self.compare("register", "register + deregister 4 KiB", 4096, 1.25, turns),
+            *self.compare("write", "8 B qp.write", 8, 1.5, turns),
+        ]
+
+    def compare(self, what, operation, size, limit, turns):
+        """Ours beside C, and beside what other libraries there are."""
+        self.troubles.clear()
+        libraries = ["ibverbs"] + ["pyverbs"] * (what == "register")
+        ours, c, *others = medians(
+            [
+                lambda: self.peer(sys.executable, "rdmaview", what, size),
+                lambda: self.c_program(what, size),
+                lambda: self.peer(sys.executable, "ibverbs", what, size),
+                lambda: self.peer(SYSTEM_PYTHON, "pyverbs", what, size),
+            ][: 2 + len(libraries)],
+            turns,
+        )
+        operation = f"{operation} on {self.device}"
+        if ours is None:
+            raise SystemExit(f"{operation}: {self.troubles['rdmaview']}")
+        rows = [Row(operation, ours, "C", c, limit, self.troubles.get("C", ""))]
+        for library, theirs in zip(libraries, others, strict=True):
+            note = self.troubles.get(library, "")
+            rows.append(Row(operation, ours, library, theirs, note=note))
+        return rows
+
+    def peer(self, python, library, what, size):
+        """Time another library; see peers.py."""
+        numbers = (size, self.gid_index, self.rounds)
+        return self.run(library, python, HERE / "peers.py", library, what, *numbers)
+
+    def c_program(self, what, size):
+        """Time a program of benchmarks/c."""
+        program = HERE / "c" / "bin" / {"register": "reg_mr", "write": "rdma_write"}[what]
+        if what == "register":
+            return self.run("C", program, size, self.rounds)
+        return self.run("C", program, self.gid_index, self.rounds, size)
+
+    def run(self, name, *command):
+        """The first median that a command prints, or None and what it said."""
+        command = [str(part) for part in command]
+        place = 4 if command[1].endswith("peers.py") else 1
+        command.insert(place, self.device)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[0])["median_ns"]
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        missing = "No module named" in said
+        self.troubles[name] = f"{name} is not installed" if missing else f"{name}: {said}"
+        return None
+
+
+def device_rows(device, rounds, turns):
+    """Run on a device; the built-in one takes the place of libibverbs for programs."""
+    subprocess.run(["make", "-s", "-C", HERE / "c"], check=True)
+    kinds = {found.name: found.kind for found in rv.devices()}
+    if kinds.get(device) != "soft":
+        return Bench(device, rounds, None).rows(turns)
+    with tempfile.TemporaryDirectory() as directory:
+        os.symlink(rv.softverbs.path(), Path(directory, "libibverbs.so.1"))
+        return Bench(device, rounds, directory).rows(turns)
+
+
+def usable_device():
+    """The kernel device that rdmaview would open by itself, or None."""
+    try:
+        with rv.open() as ctx:
+            return ctx.name
+    except OSError:
+        return None
+
+
+def table(rows):
+    """One line a row."""
+    head = ("operation", "ns", "beside", "ns", "ratio", "limit", "")
+    body = [head, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+    return "\n".join(line(row, widths) for row in body)
+
+
+def cells(row):
+    """What a row shows."""
+    return (
+        row.operation,
+        number(row.ours),
+        row.alternative,
+        number(row.theirs),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.limit is None else f"{row.limit:g}",
+        row.verdict or row.note,
+    )
+
+
+def number(ns):
+    """With one decimal where it says something."""
+    if ns is None:
+        return "-"
+    return f"{ns:.1f}" if ns < 1000 and ns != int(ns) else f"{ns:,.0f}"  # noqa: PLR2004
+
+
+def line(row, widths):
+    """Words to the left, numbers to the right."""
+    text = "  ".join(
+        cell.ljust(width) if i in (0, 2, 6) else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return text.rstrip()
+
+
+def main():
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--device", metavar="NAME", help="default: the first kernel device that works"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    args = parser.parse_args()
+    turns = 20 if args.quick else 200
+    rows = [*statement_rows(turns), size_row(), import_row(turns // 10 + 1)]
+    device = args.device or usable_device()
+    if device:
+        rows += device_rows(device, 200 if args.quick else 2000, 3)
+    title = f"Python {platform.python_version()}, {platform.machine()}"
+    print(title, table(rows), sep="\n\n")
+    if not device:
+        print("\nNo kernel device: give --device NAME, as --device soft0.")
+    if args.json:
+        found = [{**asdict(row), "ratio": row.ratio, "ok": row.verdict} for row in rows]
+        report = {"python": sys.version, "device": device, "rows": found}
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
