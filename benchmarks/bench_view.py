@@ -89,7 +89,7 @@ def names():
         **dict(zip(FIELDS.split(", "), NUMBERS, strict=True)),
     }
     try:
-        import ibverbs  # noqa: PLC0415
+        import ibverbs
     except ImportError:
         return known
     return {**known, "SGE": ibverbs.SGE, "addr": NUMBERS[1], "length": 4096}
@@ -277,7 +277,7 @@ def number(ns):
     """With one decimal where it says something."""
     if ns is None:
         return "-"
-    return f"{ns:.1f}" if ns < 1000 and ns != int(ns) else f"{ns:,.0f}"  # noqa: PLR2004
+    return f"{ns:.1f}" if ns < 1000 and ns != int(ns) else f"{ns:,.0f}"
 
 
 def line(row, widths):

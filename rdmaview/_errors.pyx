@@ -3,7 +3,7 @@
 from libc cimport errno as c_errno
 from posix.unistd cimport getpid
 
-import errno
+import errno as _errno
 import os
 
 cdef extern from *:
@@ -24,7 +24,6 @@ cdef extern from *:
     """
     const unsigned long rdmaview_forks
     int rdmaview_watch_forks() nogil
-
 
 
 class VerbsError(OSError):
@@ -73,7 +72,7 @@ class DeviceNotFoundError(OSError):
     """
 
     def __init__(self, text):
-        super().__init__(errno.ENODEV, text)
+        super().__init__(_errno.ENODEV, text)
 
     def __reduce__(self):
         return type(self), (self.strerror,)
@@ -109,7 +108,7 @@ class WorkCompletionError(OSError):
     """
 
     def __init__(self, completion):
-        super().__init__(errno.EIO, str(completion))
+        super().__init__(_errno.EIO, str(completion))
         self.completion = completion
         self.status = completion.status
         self.vendor_err = completion.vendor_err
@@ -155,7 +154,7 @@ cdef int check_process(Process process, str what) except -1:
     if is_this_process(process):
         return 0
     raise VerbsError(
-        errno.EPERM,
+        _errno.EPERM,
         what,
         f"made in process {process.pid}, used in process {getpid()}",
         "A fork inherits no device: open it anew in the child, or start the child "

@@ -179,8 +179,8 @@ def kernel_trouble(found, error):
         return ""
     if error == errno.ENOSYS or not present:
         return (
-            "The kernel has no RDMA device (nothing in /sys/class/infiniband): load its "
-            "driver, or make one of a network interface by modprobe rdma_rxe and "
+            "The kernel has no RDMA device (nothing in /sys/class/infiniband): load "
+            "its driver, or make one of a network interface by modprobe rdma_rxe and "
             "rdma link add rxe0 type rxe netdev IFACE."
         )
     return f"ibv_get_device_list failed: {os.strerror(error)}."
@@ -336,7 +336,7 @@ def mapping_text(address, size):
             break
         covered = end
     text = "mapped: " + "; ".join(line for _, _, line in found[:3])
-    if len(found) > 3:  # noqa: PLR2004
+    if len(found) > 3:
         text += f"; and {len(found) - 3} more"
     if covered < address + size:
         text += f"; nothing is mapped at {covered:#x}"
@@ -345,7 +345,7 @@ def mapping_text(address, size):
 
 def mapped_file(line):
     """Name the file of a line of `mappings`; empty if it has none."""
-    return line.split(" ", 5)[5] if line.count(" ") >= 5 else ""  # noqa: PLR2004
+    return line.split(" ", 5)[5] if line.count(" ") >= 5 else ""
 
 
 def file_behind(address, size):
@@ -357,7 +357,7 @@ def file_behind(address, size):
     return ""
 
 
-def explain_registration(  # noqa: PLR0913
+def explain_registration(
     error,
     device,
     address,
@@ -389,7 +389,7 @@ def explain_registration(  # noqa: PLR0913
     )
 
 
-def registration_hint(error, address, size, mr_count, mr_bytes, max_mr, fork_support):  # noqa: PLR0913
+def registration_hint(error, address, size, mr_count, mr_bytes, max_mr, fork_support):
     """Say what to do about a failed registration."""
     soft, _, exempt = memlock()
     path = file_behind(address, size)

@@ -5,7 +5,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EADDRNOTAVAIL, EIO, ENOMEM
 from libc.math cimport INFINITY, isfinite
-from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -32,8 +32,6 @@ from ._view cimport (
     new_remote_view,
     new_view,
     parse_u64,
-    rdmaview_remote,
-    rdmaview_view,
 )
 from .libibverbs cimport (
     IBV_ACCESS_LOCAL_WRITE,
@@ -93,7 +91,6 @@ from .libibverbs cimport (
     IBV_WC_WR_FLUSH_ERR,
     IBV_WR_RDMA_READ,
     IBV_WR_RDMA_WRITE,
-    ibv_cq,
     ibv_mtu,
     ibv_poll_cq,
     ibv_port_attr,
@@ -807,7 +804,6 @@ def create_qp(
     cdef CompletionQueue completion_queue
     cdef Context context = pd.context
     cdef ibv_qp_init_attr init
-    cdef ibv_qp_attr attr
     cdef ibv_port_attr port_attr
     cdef uint64_t port_number
     cdef int error

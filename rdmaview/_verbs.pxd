@@ -39,6 +39,8 @@ cdef class HostMemory:
     cdef bint exported
     # Of a raw address: what keeps it mapped.
     cdef object owner
+    # May the exporter or the owner refer to views of these bytes?
+    cdef bint is_cyclic
 
 
 cdef class MemoryRegion(Registration):

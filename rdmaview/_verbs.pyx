@@ -74,7 +74,7 @@ from .libibverbs cimport (
     ibv_port_attr,
 )
 
-import array
+import array as _array
 import enum
 import errno
 import mmap
@@ -825,6 +825,7 @@ cdef class ProtectionDomain(Handle):
             )
         memory = HostMemory.__new__(HostMemory)
         memory.owner = owner
+        memory.is_cyclic = may_hold_views(owner)
         return register(
             self, memory, address, size, rights, iova, not rights & IBV_ACCESS_LOCAL_WRITE
         )
@@ -1178,9 +1179,7 @@ cdef MemoryRegion register(
     library.has_registered = True
     mr.pd = pd
     mr.memory = memory
-    mr.is_cyclic = may_hold_views(
-        memory.buffer.obj if memory.exported else memory.owner
-    )
+    mr.is_cyclic = memory.is_cyclic
     mr.readonly = readonly
     mr.rights = rights
     mr.process = pd.process
@@ -1245,16 +1244,22 @@ cdef uint64_t check_registration(
     return rdma_addr
 
 
-# Owners of bytes that refer to nothing. The collector looks into two of them, but only
-# for their type.
-cdef frozenset PLAIN_BUFFERS = frozenset((bytearray, bytes, mmap.mmap, array.array))
+cdef object MMAP = mmap.mmap
+cdef object ARRAY = _array.array
+
+
+cdef inline bint is_plain(object buffer) noexcept:
+    """Nearly every buffer but an ndarray is one of these, and they refer to nothing."""
+    cdef object kind = type(buffer)
+    return kind is bytearray or kind is bytes or kind is MMAP or kind is ARRAY
 
 
 cdef bint may_hold_views(object owner) except -1:
     """Could the owner of memory refer to a view of it, so that the collector sees it?"""
     while type(owner) is memoryview:
         owner = owner.obj
-    return PyObject_IS_GC(owner) and type(owner) not in PLAIN_BUFFERS
+    # The collector looks into some of the plain ones, but only for their type.
+    return PyObject_IS_GC(owner) and not is_plain(owner)
 
 
 cdef HostMemory hold_buffer(object buffer, int rights):
@@ -1274,14 +1279,14 @@ cdef HostMemory hold_buffer(object buffer, int rights):
     except (BufferError, ValueError) as refusal:
         hold_other_buffer(memory, buffer, rights, refusal)
     memory.exported = True
-    check_items(buffer)
+    if not is_plain(buffer):
+        check_items(buffer)
+        memory.is_cyclic = may_hold_views(memory.buffer.obj)
     return memory
 
 
 cdef int check_items(object buffer) except -1:
     """Refuse memory that is a device's, or holds references to Python objects."""
-    if type(buffer) in PLAIN_BUFFERS:
-        return 0
     if hasattr(buffer, "__cuda_array_interface__"):
         raise TypeError(_host.no_buffer_text(buffer))
     dtype = getattr(buffer, "dtype", None)
@@ -1342,7 +1347,7 @@ cdef MemoryRegionView cut(MemoryRegion mr, uint64_t offset, uint64_t size):
 
 
 # Regions whose finaliser could not deregister them.
-_lost_regions = []
+cdef list _lost_regions = []
 
 
 @cython.final
@@ -1369,9 +1374,10 @@ cdef int retry_lost_regions() except -1:
     global _lost_regions
     cdef LostRegion lost
     cdef int error
-    if not _lost_regions:
+    cdef list regions = _lost_regions
+    if not regions:
         return 0
-    regions, _lost_regions = _lost_regions, []
+    _lost_regions = []
     for region in regions:
         lost = region
         if not is_this_process(lost.pd.process):

@@ -61,7 +61,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         """Print the version, and exit."""
-        from importlib.metadata import version  # noqa: PLC0415
+        from importlib.metadata import version
 
         print(version("rdmaview"))
         parser.exit()

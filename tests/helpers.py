@@ -109,7 +109,11 @@ class CapabilityHeader(ctypes.Structure):
 
 
 class CapabilityWord(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("effective", "permitted", "inherited")]
+    _fields_ = [
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inherited", ctypes.c_uint32),
+    ]
 
 
 def drop_capability(number):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers import PAGE, mapping, unmap
 
 import rdmaview as rv
-from helpers import PAGE, mapping, unmap
 from rdmaview import Access, MemoryRegionView, QueuePairInfo, RemoteView
 
 SIZE = 4 * PAGE
@@ -502,9 +502,7 @@ def address_rows(name, call):
     ),
     (
         "zero-based, and an iova",
-        lambda w: w.pd.reg_mr_address(
-            w.address, 64, Access.ZERO_BASED, iova=w.address
-        ),
+        lambda w: w.pd.reg_mr_address(w.address, 64, Access.ZERO_BASED, iova=w.address),
         ValueError,
         ("ZERO_BASED", "0x"),
     ),
@@ -660,7 +658,12 @@ def cut_rows(name, call):
         (f"{name} -1", lambda w: call(w, -1), IndexError, ("-1",)),
         (f"{name} 2**63", lambda w: call(w, 2**63), IndexError, (str(2**63),)),
         (f"{name} 2**64", lambda w: call(w, 2**64), IndexError, (str(2**64),)),
-        (f"{name} 2**64-1", lambda w: call(w, 2**64 - 1), IndexError, (str(2**64 - 1),)),
+        (
+            f"{name} 2**64-1",
+            lambda w: call(w, 2**64 - 1),
+            IndexError,
+            (str(2**64 - 1),),
+        ),
         (f"{name} int64(-1)", lambda w: call(w, np.int64(-1)), IndexError, ("-1",)),
         (f"{name} 1.5", lambda w: call(w, 1.5), TypeError, ("1.5",)),
         (f"{name} True", lambda w: call(w, True), TypeError, ("True",)),
@@ -716,17 +719,13 @@ def test_a_cut_is_never_clamped_and_never_wraps(case, world, refuse):
     ),
     (
         "that begins before",
-        lambda w: w.mr.view_of(
-            (ctypes.c_char * 16).from_address(w.address - 8)
-        ),
+        lambda w: w.mr.view_of((ctypes.c_char * 16).from_address(w.address - 8)),
         ValueError,
         ("16 bytes", "not inside"),
     ),
     (
         "that ends after",
-        lambda w: w.mr.view_of(
-            (ctypes.c_char * 16).from_address(w.address + SIZE - 8)
-        ),
+        lambda w: w.mr.view_of((ctypes.c_char * 16).from_address(w.address + SIZE - 8)),
         ValueError,
         ("16 bytes", "not inside"),
     ),
@@ -744,12 +743,15 @@ def test_an_array_that_is_not_inside_the_region_has_no_view(case, world, refuse)
 
 def view_with(**fields):
     return MemoryRegionView.from_dict(
-        dict(id=1, virtual_addr=0, rdma_addr=0, size=8, lkey=3, rkey=4) | fields
+        {"id": 1, "virtual_addr": 0, "rdma_addr": 0, "size": 8, "lkey": 3, "rkey": 4}
+        | fields
     )
 
 
 def remote_with(**fields):
-    return RemoteView.from_dict(dict(id=1, rdma_addr=0, size=8, rkey=4) | fields)
+    return RemoteView.from_dict(
+        {"id": 1, "rdma_addr": 0, "size": 8, "rkey": 4} | fields
+    )
 
 
 @table(
@@ -846,7 +848,9 @@ def test_a_view_is_not_built_of_numbers_that_do_not_fit(case, world, refuse):
             ),
             (
                 f"{name} with another magic",
-                lambda w, n=name, c=cls: c.from_bytes(b"RQP1" + wire(getattr(w, n))[4:]),
+                lambda w, n=name, c=cls: c.from_bytes(
+                    b"RQP1" + wire(getattr(w, n))[4:]
+                ),
                 ValueError,
                 ("RQP1",),
             ),
@@ -1027,8 +1031,15 @@ def test_sides_that_do_not_fit_are_not_posted(case, world, refuse):
                 ValueError,
                 ("1000000",),
             ),
-            (f"{name}: timeout None", lambda w, c=call: c(w, None), TypeError, ("None",)),
-            (f"{name}: timeout True", lambda w, c=call: c(w, True), TypeError, ("True",)),
+            *(
+                (
+                    f"{name}: timeout {timeout}",
+                    lambda w, c=call, t=timeout: c(w, t),
+                    TypeError,
+                    (str(timeout),),
+                )
+                for timeout in (None, True)
+            ),
             (f"{name}: timeout text", lambda w, c=call: c(w, "1"), TypeError, ("str",)),
         )
     )
@@ -1176,7 +1187,12 @@ def test_a_peer_is_described_by_what_can_be(case, world, refuse):
 
 @table(
     *(
-        (f"pickle {name}", lambda w, n=name: pickle.dumps(getattr(w, n)), TypeError, said)
+        (
+            f"pickle {name}",
+            lambda w, n=name: pickle.dumps(getattr(w, n)),
+            TypeError,
+            said,
+        )
         for name, said in (
             ("ctx", ("Context", "pickled")),
             ("pd", ("ProtectionDomain", "pickled")),

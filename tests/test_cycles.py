@@ -10,7 +10,6 @@ import weakref
 import numpy as np
 import pytest
 
-import rdmaview as rv
 from rdmaview import MemoryRegionView
 
 

@@ -9,9 +9,9 @@ import traceback
 
 import numpy as np
 import pytest
+from helpers import assert_silent, eventually, run_python
 
 import rdmaview as rv
-from helpers import assert_silent, eventually, run_python
 from rdmaview import Access
 
 PEER = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ

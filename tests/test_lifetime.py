@@ -9,9 +9,9 @@ import weakref
 
 import numpy as np
 import pytest
+from helpers import PAGE, assert_silent, eventually, pinned_bytes, run_python
 
 import rdmaview as rv
-from helpers import PAGE, assert_silent, eventually, pinned_bytes, run_python
 from rdmaview import Access
 
 PEER = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
@@ -430,6 +430,9 @@ class TestWorkInFlight:
         target.close()
 
 
+ENDS = "dereg_mr", "destroy_qp", "destroy_cq", "dealloc_pd", "close_device"
+
+
 def test_a_cycle_of_all_handles_is_closed_children_first(device_name, is_soft):
     def drop_cycle():
         ctx = rv.open(device_name).__enter__()
@@ -450,7 +453,7 @@ def test_a_cycle_of_all_handles_is_closed_children_first(device_name, is_soft):
     if is_soft:
         after = rv.softverbs.counters()
         # The device refuses to take a parent from its children: no such refusal.
-        for verb in "dereg_mr", "destroy_qp", "destroy_cq", "dealloc_pd", "close_device":
+        for verb in ENDS:
             assert after[verb] - before[verb] == rounds
         for name in after:
             if name.startswith("live_"):
@@ -535,7 +538,7 @@ def test_the_interpreter_exits_in_silence_with(state, device_name):
 
 def test_an_unclosed_context_is_warned_of(device_name):
     ctx = rv.open(device_name)
-    with pytest.warns(ResourceWarning, match=f"unclosed rdmaview.Context of {device_name}"):
+    with pytest.warns(ResourceWarning, match=f"Context of {device_name}"):
         del ctx
         gc.collect()
 

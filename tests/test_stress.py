@@ -9,9 +9,9 @@ import threading
 
 import numpy as np
 import pytest
+from helpers import open_files, pinned_bytes
 
 import rdmaview as rv
-from helpers import open_files, pinned_bytes
 from rdmaview import Access
 
 PEER = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
+from helpers import PAGE, eventually, run_python
 
 import rdmaview as rv
-from helpers import PAGE, eventually, run_python
 from rdmaview import Access
 
 PEER = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
@@ -75,7 +75,7 @@ def test_other_threads_run_while_a_verb_blocks(verb, call, ctx, pd, cq):
         pd.reg_mr(bytearray(64)) as mr,
         pd.create_qp(cq) as qp,
     ):
-        world = dict(ctx=ctx, pd=pd, cq=cq, other=other, mr=mr, qp=qp)
+        world = {"ctx": ctx, "pd": pd, "cq": cq, "other": other, "mr": mr, "qp": qp}
         rv.softverbs.delay(verb, 0.3)
         assert count_while(lambda: call(world)) > 50
         rv.softverbs.reset()
@@ -151,9 +151,7 @@ def test_threads_that_close_one_region_deregister_it_once(threads, pd, counters)
         counters.restart()
         rv.softverbs.delay("dereg_mr", 0.02)
         run_in_threads(*[mr.close] * threads)
-        assert counters() == {"dereg_mr": 1, "live_mr": 0 - 1 + 2**64} or (
-            counters()["dereg_mr"] == 1
-        )
+        assert counters() == {"dereg_mr": 1, "live_mr": -1}
         assert mr.closed
         assert pd.context.mr_count == 0
 
@@ -168,9 +166,7 @@ def test_threads_that_close_one_region_deregister_it_once(threads, pd, counters)
         ("destroy_qp", lambda ctx, pd, cq: pd.create_qp(cq)),
     ],
 )
-def test_threads_that_close_one_handle_close_it_once(
-    verb, make, ctx, pd, cq, counters
-):
+def test_threads_that_close_one_handle_close_it_once(verb, make, ctx, pd, cq, counters):
     handle = make(ctx, pd, cq)
     counters.restart()
     rv.softverbs.delay(verb, 0.05)
@@ -501,16 +497,13 @@ def test_a_signal_with_a_handler_does_not_end_a_wait(wait, device_name):
 
 
 def test_a_handler_that_raises_ends_a_wait(cq):
-    class Enough(Exception):
-        pass
-
     def handle(number, frame):
-        raise Enough
+        raise KeyError("enough")
 
     old = signal.signal(signal.SIGALRM, handle)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(Enough):
+        with pytest.raises(KeyError, match="enough"):
             cq.wait(30)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

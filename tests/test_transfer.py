@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import PAGE, eventually, mapping
 
 import rdmaview as rv
-from helpers import PAGE, eventually, mapping
 from rdmaview import Access, QueuePairInfo, QueuePairState, RemoteView, Status
 
 PEER = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
@@ -295,9 +295,7 @@ def swapped_keys(sides, pd):
 
 def beyond_the_end(sides, pd):
     target = sides.target
-    return RemoteView(
-        target.id, target.rdma_addr + target.size - 32, 64, target.rkey
-    )
+    return RemoteView(target.id, target.rdma_addr + target.size - 32, 64, target.rkey)
 
 
 def before_the_start(sides, pd):
@@ -330,9 +328,7 @@ def region_of_another_pd(sides, pd):
 
 RULES = [
     Rule("an rkey that nobody has", Status.REM_ACCESS_ERR, unknown_rkey),
-    Rule(
-        "an lkey as rkey", Status.REM_ACCESS_ERR, swapped_keys, soft_only=True
-    ),
+    Rule("an lkey as rkey", Status.REM_ACCESS_ERR, swapped_keys, soft_only=True),
     Rule("a range beyond the region's end", Status.REM_ACCESS_ERR, beyond_the_end),
     Rule("a range before the region's start", Status.REM_ACCESS_ERR, before_the_start),
     Rule(
@@ -340,9 +336,7 @@ RULES = [
         Status.REM_ACCESS_ERR,
         virtual_address_of_a_zero_based_region,
     ),
-    Rule(
-        "the last address", Status.REM_ACCESS_ERR, at_the_end_of_all_addresses
-    ),
+    Rule("the last address", Status.REM_ACCESS_ERR, at_the_end_of_all_addresses),
     Rule("a region that was closed", Status.REM_ACCESS_ERR, closed_region),
     Rule(
         "a region of another protection domain",
@@ -466,9 +460,7 @@ def test_a_completion_and_its_error_pass_through_pickle(pair, sides):
     )
 
 
-def test_a_peer_that_is_not_there_is_a_retry_error_that_names_the_gid(
-    pd, cq, sides
-):
+def test_a_peer_that_is_not_there_is_a_retry_error_that_names_the_gid(pd, cq, sides):
     with pd.create_qp(cq) as qp, pd.create_qp(cq) as peer:
         gone = peer.info
         peer.close()
@@ -910,23 +902,23 @@ def test_the_first_error_is_named_when_threads_share_the_queue(
 ):
     if is_soft:
         rv.softverbs.delay("completion", 0.0005)
-    bad = unknown_rkey(sides, pd)
+    wrong = unknown_rkey(sides, pd)
     for _ in range(20 if is_soft else 3):
         qp, peer = make_pair(max_send_wr=16)
         told = []
 
         def write(i, qp=qp, told=told):
-            target = bad if i == 0 else sides.target[:64]
+            target = wrong if i == 0 else sides.target[:64]
             try:
                 qp.write(sides.local[:64], target, timeout=20)
-            except rv.WorkCompletionError as error:
-                told.append(error)
+            except rv.WorkCompletionError as refusal:
+                told.append(refusal)
 
         run_in_threads([write] * 6)
-        firsts = [error for error in told if error.status != Status.WR_FLUSH_ERR]
-        assert [error.status for error in firsts] == [Status.REM_ACCESS_ERR]
-        for error in told:
-            if error is not firsts[0]:
-                assert error.first_error is firsts[0].completion
+        (first,) = [bad for bad in told if bad.status != Status.WR_FLUSH_ERR]
+        assert first.status == Status.REM_ACCESS_ERR
+        for later in told:
+            if later is not first:
+                assert later.first_error is first.completion
         qp.close()
         peer.close()
