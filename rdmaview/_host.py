@@ -397,7 +397,8 @@ def registration_hint(error, address, size, mr_count, mr_bytes, max_mr, fork_sup
         return (
             f"The memory is of the file {path}, whose pages most file systems let no "
             "device write: use anonymous memory, /dev/shm or memfd, or register "
-            "without a write right"
+            "without a write right; where the kernel refuses that too, map the file "
+            'privately (mode "c" of numpy.memmap)'
         )
     if error == errno.EINVAL and fork_support:
         return (

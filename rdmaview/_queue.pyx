@@ -156,6 +156,14 @@ class Status(enum.IntEnum):
     TM_ERR = IBV_WC_TM_ERR
     TM_RNDV_INCOMPLETE = IBV_WC_TM_RNDV_INCOMPLETE
 
+    @classmethod
+    def _missing_(cls, value):
+        # A provider newer than the header: its completions must not be lost for that.
+        member = int.__new__(cls, value)
+        member._name_ = f"UNKNOWN_{value}"
+        member._value_ = value
+        return member
+
 
 class QueuePairState(enum.IntEnum):
     """The states of a queue pair, as in ibv_modify_qp(3)."""

@@ -353,7 +353,11 @@ class TestAFile:
         try:
             remote = pair.pd.reg_mr(array, Access.REMOTE_READ)
         except rv.VerbsError as refusal:
-            pytest.skip(f"this kernel pins no file pages: {refusal}")
+            # Older kernels ask for the right to write in each case.
+            assert refusal.errno == errno.EFAULT
+            assert str(path) in refusal.hint
+            assert "privately" in refusal.hint
+            remote = pair.pd.reg_mr(np.memmap(path, "u1", "c"), Access.REMOTE_READ)
         got = bytearray(16)
         with remote, pair.pd.reg_mr(got) as local:
             pair.a.read(local[:], remote[8:24].remote())

@@ -922,3 +922,9 @@ def test_the_first_error_is_named_when_threads_share_the_queue(
                 assert later.first_error is first.completion
         qp.close()
         peer.close()
+
+
+@pytest.mark.no_device
+def test_a_status_that_the_header_does_not_know_keeps_its_number():
+    assert rv.Status(99) == 99
+    assert rv.Status(99).name == "UNKNOWN_99"
