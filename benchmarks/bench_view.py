@@ -31,7 +31,14 @@ SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's pyverbs is for this one
 TURN = 0.001  # seconds
 
 FIELDS = "id, virtual_addr, rdma_addr, size, lkey, rkey"
-NUMBERS = (0x5AA5F0_00_0000_0007, 0x7F12_3456_7000, 0x7F12_3456_7000, 1 << 20, 4660, 4661)
+NUMBERS = (
+    0x5AA5F0_00_0000_0007,
+    0x7F12_3456_7000,
+    0x7F12_3456_7000,
+    1 << 20,
+    4660,
+    4661,
+)
 
 
 @dataclass
@@ -156,9 +163,7 @@ def medians(measures, turns):
     for _ in range(turns):
         for taken, measure in zip(samples, measures, strict=True):
             taken.append(measure())
-    return [
-        None if None in taken else statistics.median(taken) for taken in samples
-    ]
+    return [None if None in taken else statistics.median(taken) for taken in samples]
 
 
 class Bench:
@@ -211,7 +216,9 @@ class Bench:
 
     def c_program(self, what, size):
         """Time a program of benchmarks/c."""
-        program = HERE / "c" / "bin" / {"register": "reg_mr", "write": "rdma_write"}[what]
+        program = (
+            HERE / "c" / "bin" / {"register": "reg_mr", "write": "rdma_write"}[what]
+        )
         if what == "register":
             return self.run("C", program, size, self.rounds)
         return self.run("C", program, self.gid_index, self.rounds, size)
@@ -226,9 +233,13 @@ class Bench:
         )
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[0])["median_ns"]
-        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[
+            -1
+        ]
         missing = "No module named" in said
-        self.troubles[name] = f"{name} is not installed" if missing else f"{name}: {said}"
+        self.troubles[name] = (
+            f"{name} is not installed" if missing else f"{name}: {said}"
+        )
         return None
 
 

@@ -21,7 +21,6 @@ from libc.string cimport memcmp, memcpy
 
 from ._errors cimport Process, check_process, is_this_process, this_process
 
-import copy
 import operator
 import os
 
@@ -667,12 +666,6 @@ cdef object call_view_type(
 
 
 set_up_view_type(<TypeSlots *>MemoryRegionView, call_view_type)
-
-# What copy.copy asks first; where it has no such table, it finds __copy__.
-_copiers = getattr(copy, "_copy_dispatch", {})
-if tuple in _copiers:
-    _copiers[MemoryRegionView] = _copiers[RemoteView] = _copiers[tuple]
-del _copiers
 
 
 # The high 24 bits of every id of this process, and the process that drew them.

@@ -123,7 +123,12 @@ def test_views_of_plain_memory_are_unknown_to_the_collector(kind, pd):
 
 def test_views_of_memory_that_may_refer_back_are_known_to_it(pd):
     owner = array_of_itself(pd)
-    for view in (owner.view, owner.view[1:], owner.view.subview(1, 2), owner.view.mr[:]):
+    for view in (
+        owner.view,
+        owner.view[1:],
+        owner.view.subview(1, 2),
+        owner.view.mr[:],
+    ):
         assert gc.is_tracked(view)
         assert sys.getsizeof(view) == 64 + 16
         assert gc.get_referents(view) == [owner.view.mr]
