@@ -176,12 +176,12 @@ cdef class MemoryRegionView:
             raise BufferError("this view is of a read-only buffer")
         fill_buffer(self, buffer, flags)
 
-    # Called with no keyword, and so without what it takes to look for them.
-    @cython.always_allow_keywords(False)
     def __array__(self, dtype=None, copy=None):
         # NumPy comes here only when the buffer was refused, having dropped the reason.
         return self.array()
 
+    # Called with no keyword, and so without what it takes to look for them.
+    @cython.always_allow_keywords(False)
     def __copy__(self):
         return self
 
@@ -705,8 +705,12 @@ cdef int check_attached(MemoryRegionView view, str use) except -1:
 cdef int parse_u64(object number, str name, uint64_t *parsed) except -1:
     """Read an integer; return 1 if it is negative or over 64 bits."""
     if not PyLong_CheckExact(number):
-        # bool is an int, and always a mistake here.
-        if isinstance(number, bool) or not PyIndex_Check(number):
+        # A bool is an int, and always a mistake here; so is NumPy's (an int until 2.3).
+        if (
+            isinstance(number, bool)
+            or not PyIndex_Check(number)
+            or getattr(getattr(number, "dtype", None), "kind", "") == "b"
+        ):
             raise TypeError(
                 f"{name} must be an int, not {type(number).__name__}: {number!r}"
             )
