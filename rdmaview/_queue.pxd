@@ -70,7 +70,7 @@ cdef class QueuePair(Handle):
 
 cdef class WorkCompletion:
     cdef readonly uint64_t wr_id
-    cdef readonly object status
+    cdef int code
     cdef readonly str opcode
     cdef readonly uint32_t vendor_err
     cdef readonly uint32_t byte_len
@@ -78,4 +78,5 @@ cdef class WorkCompletion:
     cdef readonly object local
     cdef readonly object remote
     cdef readonly WorkCompletion first_error
-    cdef readonly str hint
+    # Of the queue pair, for the hint.
+    cdef object gid

@@ -31,6 +31,7 @@ from ._view cimport (
     check_attached,
     new_remote_view,
     new_view,
+    number_text,
     parse_u64,
 )
 from .libibverbs cimport (
@@ -322,7 +323,7 @@ cdef class CompletionQueue(Handle):
         """
         cdef uint64_t limit
         if parse_u64(n, "n", &limit) or not 1 <= limit <= <uint64_t>UINT32_MAX:
-            raise ValueError(f"n must be at least 1, not {n!r}")
+            raise ValueError(f"n must be at least 1, not {number_text(n)}")
         check_open(self, "CompletionQueue")
         while <uint64_t>len(self.seen) < limit:
             if look(self) == 0:
@@ -417,16 +418,15 @@ cdef class QueuePair(Handle):
     def __dealloc__(self):
         cdef int error
         if may_finalise(self):
+            # Before the GIL goes: no other thread may come upon a dying object.
+            leave_slot(self)
             with nogil:
                 error = failure(self.pd.context.library.verbs.destroy_qp(self.handle))
             report_lost(error, "ibv_destroy_qp", self.pd.context.name)
             if error:
                 # The device may still use the pinned memory: leave it pinned.
-                if self.slot >= 0:
-                    self.cq.slots[self.slot] = NULL
                 return
-            while look(self.cq):
-                pass
+            drain(self.cq)
         if self.state == OPEN:
             leave(self)
         free(self.requests)
@@ -647,9 +647,10 @@ cdef class QueuePair(Handle):
             self.state = OPEN
             raise_verbs_error(error, "ibv_destroy_qp", self.pd.context.name)
         self.state = CLOSED
-        while look(self.cq):
-            pass
-        leave(self)
+        try:
+            drain(self.cq)
+        finally:
+            leave(self)
 
     @property
     def state(self):
@@ -681,7 +682,10 @@ cdef class QueuePair(Handle):
         return self.newest - self.oldest
 
 
+# What it refers to refers to nothing else. And so making one runs no collection: no
+# Python code may come between a poll and the delivery of what was polled.
 @cython.final
+@cython.no_gc
 cdef class WorkCompletion:
     """How a work request ended.
 
@@ -729,7 +733,7 @@ cdef class WorkCompletion:
     def __reduce__(self):
         return restore_completion, (
             self.wr_id,
-            int(self.status),
+            self.code,
             self.opcode,
             self.vendor_err,
             self.byte_len,
@@ -737,22 +741,34 @@ cdef class WorkCompletion:
             self.local,
             self.remote,
             self.first_error,
-            self.hint,
+            self.gid,
         )
+
+    @property
+    def status(self):
+        """Status: how it ended."""
+        return SUCCEEDED if self.code == IBV_WC_SUCCESS else Status(self.code)
 
     @property
     def ok(self):
         """bool: is the status SUCCESS?"""
-        return self.status == SUCCEEDED
+        return self.code == IBV_WC_SUCCESS
+
+    @property
+    def hint(self):
+        """str: what to look at; empty for a good status."""
+        if self.code == IBV_WC_SUCCESS:
+            return ""
+        return _host.status_hint(self.status.name, self.opcode, gid_label(self.gid))
 
 
 def restore_completion(
-    wr_id, status, opcode, vendor_err, byte_len, qp_num, local, remote, first_error, hint
+    wr_id, status, opcode, vendor_err, byte_len, qp_num, local, remote, first_error, gid
 ):
     """Rebuild a work completion: what pickle calls."""
     cdef WorkCompletion completion = WorkCompletion.__new__(WorkCompletion)
     completion.wr_id = wr_id
-    completion.status = Status(status)
+    completion.code = status
     completion.opcode = opcode
     completion.vendor_err = vendor_err
     completion.byte_len = byte_len
@@ -760,7 +776,7 @@ def restore_completion(
     completion.local = local
     completion.remote = remote
     completion.first_error = first_error
-    completion.hint = hint
+    completion.gid = gid
     return completion
 
 
@@ -774,7 +790,7 @@ def create_cq(Context context not None, depth):
     ):
         raise ValueError(
             f"depth must be from 1 to {context.limits.max_cqe} (max_cqe of "
-            f"{context.name}), not {depth!r}"
+            f"{context.name}), not {number_text(depth)}"
         )
     check_open(context, "Context")
     context.children += 1
@@ -837,7 +853,8 @@ def create_qp(
         1 <= port_number <= context.limits.phys_port_cnt
     ):
         raise ValueError(
-            f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, not {port!r}"
+            f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, "
+            f"not {number_text(port)}"
         )
     qp.port = <uint8_t>port_number
     read_port(context, qp.port, &port_attr)
@@ -969,7 +986,7 @@ cdef str gid_label(object entry):
 cdef uint32_t count(str name, object number, uint64_t low, uint64_t high) except? 0:
     cdef uint64_t parsed
     if parse_u64(number, name, &parsed) or not low <= parsed <= high:
-        raise ValueError(f"{name} must be from {low} to {high}, not {number!r}")
+        raise ValueError(f"{name} must be from {low} to {high}, not {number_text(number)}")
     return <uint32_t>parsed
 
 
@@ -993,12 +1010,17 @@ cdef Py_ssize_t free_slot(CompletionQueue cq) except -1:
     return i
 
 
-cdef int leave(QueuePair qp) except -1:
-    """Give up what is in flight, and leave the parents."""
-    cdef Request request
+cdef int leave_slot(QueuePair qp) noexcept:
     if qp.slot >= 0:
         qp.cq.slots[qp.slot] = NULL
         qp.slot = -1
+    return 0
+
+
+cdef int leave(QueuePair qp) except -1:
+    """Give up what is in flight, and leave the parents."""
+    cdef Request request
+    leave_slot(qp)
     while qp.oldest != qp.newest:
         take_oldest(qp, &request)
         if request.waiter != NULL:
@@ -1203,6 +1225,19 @@ cdef int look(CompletionQueue cq) except -1:
     return dispatch(cq, wcs, found)
 
 
+cdef int drain(CompletionQueue cq) except -1:
+    """Take all that the device has; a queue that is broken says so at the next poll."""
+    cdef ibv_wc wcs[BATCH]
+    cdef int found
+    while not claim(&cq.claimed):
+        found = ibv_poll_cq(cq.handle, BATCH, wcs)
+        if found <= 0:
+            unclaim(&cq.claimed)
+            break
+        dispatch(cq, wcs, found)
+    return 0
+
+
 cdef int watch(CompletionQueue cq, int64_t deadline, Waiter *waiter) except -1:
     """Wait a while without the GIL for completions, then let signals in."""
     cdef ibv_wc wcs[BATCH]
@@ -1271,7 +1306,8 @@ cdef int dispatch_one(
     """Return 1 if `request` is what ended, 0 if it was given up before."""
     cdef QueuePair qp
     cdef Py_ssize_t slot = <Py_ssize_t>(wc.wr_id >> SLOT_SHIFT)
-    cdef WorkCompletion completion
+    cdef Waiter *waiter
+    cdef WorkCompletion completion = None
     if slot >= cq.slot_count or cq.slots[slot] == NULL:
         return 0
     qp = <QueuePair>cq.slots[slot]
@@ -1281,36 +1317,34 @@ cdef int dispatch_one(
         or qp.requests[qp.oldest % qp.capacity].wr_id != wc.wr_id
     ):
         return 0
-    take_oldest(qp, request)
-    if request.waiter != NULL and wc.status == IBV_WC_SUCCESS:
-        store_waiting(&request.waiter.state, COMPLETED)
-        return 1
-    completion = new_completion(wc, qp, request)
-    if request.waiter != NULL:
-        Py_INCREF(completion)
-        request.waiter.bad = <void *>completion
-        store_waiting(&request.waiter.state, COMPLETED)
-    else:
+    waiter = qp.requests[qp.oldest % qp.capacity].waiter
+    # What can fail comes first: from the moment that the request is taken, it is told.
+    if waiter == NULL or wc.status != IBV_WC_SUCCESS:
+        completion = new_completion(wc, qp, &qp.requests[qp.oldest % qp.capacity])
+    if waiter == NULL:
         cq.seen.append(completion)
+    take_oldest(qp, request)
+    if waiter != NULL:
+        if completion is not None:
+            Py_INCREF(completion)
+            waiter.bad = <void *>completion
+        store_waiting(&waiter.state, COMPLETED)
     return 1
 
 
 cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *request):
     cdef WorkCompletion completion = WorkCompletion.__new__(WorkCompletion)
     completion.wr_id = wc.wr_id
-    completion.status = SUCCEEDED if wc.status == IBV_WC_SUCCESS else Status(wc.status)
+    completion.code = wc.status
+    completion.gid = qp.gid
     completion.vendor_err = wc.vendor_err
     completion.qp_num = wc.qp_num
     completion.opcode = OPCODES[request.opcode]
     completion.local = new_view(&request.local, None)
     completion.remote = new_remote_view(&request.remote)
-    completion.hint = ""
     if wc.status == IBV_WC_SUCCESS:
         completion.byte_len = <uint32_t>request.local.size
     else:
-        completion.hint = _host.status_hint(
-            completion.status.name, completion.opcode, gid_label(qp.gid)
-        )
         completion.first_error = qp.first_error
         if qp.first_error is None and wc.status != IBV_WC_WR_FLUSH_ERR:
             qp.first_error = completion

@@ -35,6 +35,7 @@ from ._view cimport (
     State,
     new_view,
     next_registration_id,
+    number_text,
     parse_range,
     parse_slice,
     parse_u64,
@@ -821,7 +822,8 @@ cdef class ProtectionDomain(Handle):
         check_open(self, "ProtectionDomain")
         if parse_u64(addr, "addr", &address) or parse_u64(length, "length", &size):
             raise ValueError(
-                f"addr and length must be from 0 to 2**64 - 1: {addr!r}, {length!r}"
+                f"addr and length must be from 0 to 2**64 - 1: "
+                f"{number_text(addr)}, {number_text(length)}"
             )
         memory = HostMemory.__new__(HostMemory)
         memory.owner = owner
@@ -1020,7 +1022,8 @@ cdef class MemoryRegion(Registration):
         if size is None:
             if parse_u64(offset, "offset", &first) or first > self.whole.size:
                 raise IndexError(
-                    f"offset {offset} isn't inside the {self.whole.size} bytes"
+                    f"offset {number_text(offset)} isn't inside the "
+                    f"{self.whole.size} bytes"
                 )
             length = self.whole.size - first
         else:
@@ -1228,7 +1231,7 @@ cdef uint64_t check_registration(
         )
     if iova is not None:
         if parse_u64(iova, "iova", &rdma_addr):
-            raise ValueError(f"iova must be from 0 to 2**64 - 1, not {iova!r}")
+            raise ValueError(f"iova must be from 0 to 2**64 - 1, not {number_text(iova)}")
     elif rights & IBV_ACCESS_ZERO_BASED:
         rdma_addr = 0
     if rights & IBV_ACCESS_ZERO_BASED and rdma_addr != 0:
@@ -1463,7 +1466,8 @@ cdef int check_port(Context context, object n) except -1:
     cdef uint64_t port
     if parse_u64(n, "port", &port) or not 1 <= port <= context.limits.phys_port_cnt:
         raise ValueError(
-            f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, not {n!r}"
+            f"{context.name} has ports 1 to {context.limits.phys_port_cnt}, "
+            f"not {number_text(n)}"
         )
     check_open(context, "Context")
     return <int>port

@@ -74,6 +74,7 @@ cdef RemoteView new_remote_view(const rdmaview_remote *value)
 cdef uint64_t next_registration_id() except 0
 cdef int check_attached(MemoryRegionView view, str use) except -1
 cdef int parse_u64(object number, str name, uint64_t *parsed) except -1
+cdef str number_text(object number)
 cdef int parse_slice(object key, uint64_t size, uint64_t *offset, uint64_t *length) except -1
 cdef int parse_range(
     object offset, object size, uint64_t whole, uint64_t *offset_out, uint64_t *size_out

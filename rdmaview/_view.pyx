@@ -746,6 +746,14 @@ cdef int parse_view(
     return check_view_end(value)
 
 
+cdef str number_text(object number):
+    """Write a number; Python refuses to write one of thousands of digits."""
+    try:
+        return repr(number)
+    except ValueError:
+        return f"an int of {operator.index(number).bit_length()} bits"
+
+
 cdef inline int to_u64(object number, str name, uint64_t *parsed) except -1:
     if PyLong_CheckExact(number):
         parsed[0] = long_as_u64(number)
@@ -757,7 +765,7 @@ cdef inline int to_u64(object number, str name, uint64_t *parsed) except -1:
 cdef int to_odd_u64(object number, str name, uint64_t *parsed) except -1:
     PyErr_Clear()
     if parse_u64(number, name, parsed):
-        raise ValueError(f"{name} must be from 0 to 2**64 - 1, not {number!r}")
+        raise ValueError(f"{name} must be from 0 to 2**64 - 1, not {number_text(number)}")
     return 0
 
 
@@ -775,7 +783,7 @@ cdef int to_odd_u32(object number, str name, uint32_t *parsed) except -1:
     cdef uint64_t wide
     PyErr_Clear()
     if parse_u64(number, name, &wide) or wide > UINT32_MAX:
-        raise ValueError(f"{name} must be from 0 to 2**32 - 1, not {number!r}")
+        raise ValueError(f"{name} must be from 0 to 2**32 - 1, not {number_text(number)}")
     parsed[0] = <uint32_t>wide
     return 0
 
@@ -849,7 +857,8 @@ cdef int parse_range(
     outside |= parse_u64(size, "size", size_out)
     if outside or not rdmaview_within(whole, offset_out[0], size_out[0]):
         raise IndexError(
-            f"offset {offset} and size {size} aren't inside the {whole} bytes"
+            f"offset {number_text(offset)} and size {number_text(size)} aren't inside "
+            f"the {whole} bytes"
         )
     return 0
 
