@@ -454,12 +454,7 @@ cdef class Handle:
         return self
 
     def __exit__(self, kind, error, traceback):
-        try:
-            self.close()
-        except Exception:
-            # The block's own exception says more than a close that it prevented.
-            if kind is None:
-                raise
+        end_block(self, kind)
 
     @property
     def closed(self):
@@ -974,12 +969,7 @@ cdef class MemoryRegion(Registration):
         return self
 
     def __exit__(self, kind, error, traceback):
-        try:
-            self.close()
-        except Exception:
-            # The block's own exception says more than a close that it prevented.
-            if kind is None:
-                raise
+        end_block(self, kind)
 
     def __len__(self):
         return self.whole.size
@@ -1426,6 +1416,17 @@ cdef bint may_finalise(Handle handle) noexcept:
         and handle.children == 0
         and is_this_process(handle.process)
     )
+
+
+cdef int end_block(object handle, object kind) except -1:
+    """Close at the end of a with-block, which `kind` of exception ended."""
+    try:
+        handle.close()
+    except Exception:
+        # The block's own exception says more than a close that it prevented.
+        if kind is None:
+            raise
+    return 0
 
 
 cdef int check_open(Handle handle, str what) except -1:
