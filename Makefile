@@ -37,7 +37,7 @@ bench: build $(VENV)/.extra-bench
 
 bench-rxe: build $(VENV)/.extra-bench
 	$(MAKE) --no-print-directory -C benchmarks/c
-	tools/rxe-vm $(PY) benchmarks/bench_view.py --device rxe0 $(ARGS)
+	tools/rxe-vm --count $(PY) benchmarks/bench_view.py --device rxe0 $(ARGS)
 
 build: $(VENV)/.built
 

@@ -4,7 +4,8 @@ python benchmarks/bench_view.py [--device NAME] [--quick] [--json FILE]
 
 Everything that is compared runs in short turns, one after the other, so that a machine
 that slows down slows all of it. Of the turns the fastest counts, since noise only ever
-adds; on a device a turn is the median of its rounds. Times are net of an empty loop.
+adds; on a device a turn is the median of its rounds. Times are net of an empty loop. In a
+VM whose processor is emulated, `tools/rxe-vm --count` makes them counts of instructions.
 """
 
 import argparse
@@ -315,6 +316,8 @@ def main():
     if device:
         rows += device_rows(device, 200 if args.quick else 1000, 3 if args.quick else 7)
     title = f"Python {platform.python_version()}, {platform.machine()}"
+    if os.environ.get("RDMAVIEW_RXE_VM") == "count":
+        title += "; an emulated processor: a ns is one of its instructions"
     print(title, table(rows), sep="\n\n")
     if not device:
         print("\nNo kernel device: give --device NAME, as --device soft0.")

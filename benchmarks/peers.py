@@ -22,14 +22,14 @@ def rdmaview_register(device, size, gid_index):
     import rdmaview as rv
 
     pd = rv.open(device).alloc_pd()
-    memory = mmap.mmap(-1, size)
+    memory = private_memory(size)
     access = rv.Access(RIGHTS)
     return lambda: pd.reg_mr(memory, access).close()
 
 
 def ibverbs_register(device, size, gid_index):
     pd = ibverbs_context(device).alloc_pd()
-    memory = mmap.mmap(-1, size)
+    memory = private_memory(size)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     keep.append(memory)
     return lambda: pd.reg_mr(address, size, RIGHTS).close()
@@ -41,7 +41,7 @@ def pyverbs_register(device, size, gid_index):
     from pyverbs.pd import PD
 
     pd = PD(Context(name=device))
-    memory = mmap.mmap(-1, size)
+    memory = private_memory(size)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     keep.append(memory)
     return lambda: MR(pd, size, RIGHTS, address).close()
@@ -55,7 +55,7 @@ def rdmaview_write(device, size, gid_index):
     a, b = pd.create_qp(cq), pd.create_qp(cq)
     a.connect(b.info)
     b.connect(a.info)
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    memory = private_memory(mmap.PAGESIZE)
     mr = pd.reg_mr(memory, rv.Access(RIGHTS))
     local, remote = mr[:size], mr[-size:].remote()
     keep.extend([b, mr])
@@ -75,7 +75,7 @@ def ibverbs_write(device, size, gid_index):
     for qp, peer in (a, b), (b, a):
         info = ibverbs.local_qp_info(peer, port, gid, port=1)
         ibverbs.connect_rc(qp, info, port=1, sgid_index=gid_index, access=RIGHTS)
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    memory = private_memory(mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     mr = pd.reg_mr(address, mmap.PAGESIZE, RIGHTS)
     keep.extend([b, mr, memory])
@@ -94,6 +94,13 @@ def ibverbs_write(device, size, gid_index):
         done[0].raise_for_status()
 
     return write
+
+
+def private_memory(size):
+    """Memory of the kind that the C programs get: to pin a shared page costs more."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"\1" * size)
+    return memory
 
 
 def ibverbs_context(device):

@@ -706,15 +706,17 @@ cdef int parse_u64(object number, str name, uint64_t *parsed) except -1:
     """Read an integer; return 1 if it is negative or over 64 bits."""
     if not PyLong_CheckExact(number):
         # A bool is an int, and always a mistake here; so is NumPy's (an int until 2.3).
+        is_int = PyLong_Check(number)
         if (
             isinstance(number, bool)
             or not PyIndex_Check(number)
-            or getattr(getattr(number, "dtype", None), "kind", "") == "b"
+            or not is_int
+            and getattr(getattr(number, "dtype", None), "kind", "") == "b"
         ):
             raise TypeError(
                 f"{name} must be an int, not {type(number).__name__}: {number!r}"
             )
-        if not PyLong_Check(number):
+        if not is_int:
             number = operator.index(number)
     parsed[0] = long_as_u64(number)
     if parsed[0] == UINT64_MAX and PyErr_Occurred() != NULL:
