@@ -13,15 +13,14 @@ import collections
 import copy
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import timeit
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyperf
+from report import Row, print_report
 
 import rdmaview as rv
 
@@ -38,30 +37,6 @@ NUMBERS = (
     4660,
     4661,
 )
-
-
-@dataclass
-class Row:
-    """One comparison; times in nanoseconds, None for what could not be measured."""
-
-    operation: str
-    ours: float
-    alternative: str
-    theirs: float | None = None
-    limit: float | None = None
-    note: str = ""
-
-    @property
-    def ratio(self):
-        """Ours by theirs."""
-        return None if self.theirs is None else self.ours / self.theirs
-
-    @property
-    def verdict(self):
-        """Within the limit or over it; empty where there is none."""
-        if self.limit is None or self.ratio is None:
-            return ""
-        return "ok" if self.ratio <= self.limit else "over"
 
 
 # What is timed, an alternative, and the limit of their ratio.
@@ -134,9 +109,7 @@ def fastest(statements, known, turns):
 def size_row():
     """Bytes, not nanoseconds: the limit is absolute."""
     size = sys.getsizeof(rv.MemoryRegionView(*NUMBERS))
-    limit = 72
-    verdict = "ok" if size <= limit else "over"
-    return Row("sys.getsizeof(v)", size, f"at most {limit} bytes", note=verdict)
+    return Row("sys.getsizeof(v)", size, most=72, note="bytes")
 
 
 def import_row(turns):
@@ -205,7 +178,7 @@ class Bench:
             raise SystemExit(f"{operation}: {self.troubles['rdmaview']}")
         # Where registering is a table entry and no system call, a limit says little.
         limit = limit if self.has_limits else None
-        rows = [Row(operation, ours, "C", c, limit, self.troubles.get("C", ""))]
+        rows = [Row(operation, ours, "C", c, limit, note=self.troubles.get("C", ""))]
         for library, theirs in zip(libraries, others, strict=True):
             note = self.troubles.get(library, "")
             rows.append(Row(operation, ours, library, theirs, note=note))
@@ -264,43 +237,6 @@ def usable_device():
         return None
 
 
-def table(rows):
-    """One line a row."""
-    head = ("operation", "ns", "beside", "ns", "ratio", "limit", "")
-    body = [head, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    return "\n".join(line(row, widths) for row in body)
-
-
-def cells(row):
-    """What a row shows."""
-    return (
-        row.operation,
-        number(row.ours),
-        row.alternative,
-        number(row.theirs),
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        "" if row.limit is None else f"{row.limit:g}",
-        row.verdict or row.note,
-    )
-
-
-def number(ns):
-    """With one decimal where it says something."""
-    if ns is None:
-        return "-"
-    return f"{ns:.1f}" if ns < 1000 and ns != int(ns) else f"{ns:,.0f}"
-
-
-def line(row, widths):
-    """Words to the left, numbers to the right."""
-    text = "  ".join(
-        cell.ljust(width) if i in (0, 2, 6) else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return text.rstrip()
-
-
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -315,18 +251,7 @@ def main():
     device = args.device or usable_device()
     if device:
         rows += device_rows(device, 200 if args.quick else 1000, 3 if args.quick else 7)
-    title = f"Python {platform.python_version()}, {platform.machine()}"
-    if os.environ.get("RDMAVIEW_RXE_VM") == "count":
-        title += "; an emulated processor: a ns is one of its instructions"
-    print(title, table(rows), sep="\n\n")
-    if not device:
-        print("\nNo kernel device: give --device NAME, as --device soft0.")
-    if args.json:
-        found = [
-            {**asdict(row), "ratio": row.ratio, "verdict": row.verdict} for row in rows
-        ]
-        report = {"python": sys.version, "device": device, "rows": found}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    print_report(rows, device, args.json)
 
 
 if __name__ == "__main__":
