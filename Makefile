@@ -6,7 +6,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SOURCES := $(shell find rdmaview include -name '*.py[xd]' -o -name '*.h' -o -name '*.map' -o -path '*/softverbs/*.c')
 
-.PHONY: demo test test-all test-rxe lint stubs stubs-check bench bench-rxe build packages clean
+.PHONY: demo test test-all test-rxe lint stubs stubs-check bench bench-bulk bench-rxe build packages clean
 .DELETE_ON_ERROR:
 
 demo: build
@@ -35,6 +35,9 @@ stubs-check: build $(VENV)/.extra-lint
 bench: build $(VENV)/.extra-bench
 	$(PY) benchmarks/bench_view.py $(ARGS)
 
+bench-bulk: build $(VENV)/.extra-bench $(VENV)/.nixl
+	$(PY) benchmarks/bench_bulk.py $(ARGS)
+
 bench-rxe: build $(VENV)/.extra-bench
 	$(MAKE) --no-print-directory -C benchmarks/c
 	tools/rxe-vm --count $(PY) benchmarks/bench_view.py --device rxe0 $(ARGS)
@@ -48,6 +51,11 @@ $(VENV)/.built: pyproject.toml setup.py $(SOURCES) | packages
 
 $(VENV)/.extra-%: pyproject.toml | build
 	@tools/install-extra $(VENV) $*
+	@touch $@
+
+# For comparison only. It names torch, which its descriptors do without.
+$(VENV)/.nixl: | build
+	$(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps nixl-cu12
 	@touch $@
 
 packages:
