@@ -20,7 +20,7 @@ DIRECTIVES = {
 # One line on a missing <infiniband/verbs.h>, not the hundred that follow from it.
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wfatal-errors"]
 
-MODULES = ["_errors", "_library", "_view", "_verbs", "_queue"]
+MODULES = ["_errors", "_library", "_view", "_arrays", "_verbs", "_queue"]
 
 SOFT = "rdmaview/softverbs"
 

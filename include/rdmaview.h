@@ -11,6 +11,7 @@
 #define RDMAVIEW_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -180,6 +181,222 @@ static inline uint64_t rdmaview_remote_hash(const rdmaview_remote *view)
 			    view->rdma_addr * UINT64_C(0x94d049bb133111eb) +
 			    view->size * UINT64_C(0xd6e8feb86659fd93) +
 			    view->rkey * UINT64_C(0xa0761d6478bd642f));
+}
+
+/*
+ * Arrays of views. Those of Python may have gaps between their elements, or go
+ * backwards: `stride` is the bytes from one element to the next.
+ */
+static inline const rdmaview_view *rdmaview_at(const void *views,
+					       ptrdiff_t stride, size_t i)
+{
+	return (const rdmaview_view *)((const char *)views +
+				       stride * (ptrdiff_t)i);
+}
+
+static inline const rdmaview_remote *
+rdmaview_remote_at(const void *views, ptrdiff_t stride, size_t i)
+{
+	return (const rdmaview_remote *)((const char *)views +
+					 stride * (ptrdiff_t)i);
+}
+
+/*
+ * Cut `count` slices out of `whole` into `views`, and return how many were cut: fewer
+ * than `count` if the one at that place is not inside. The steps are in items; with
+ * a step of 0, one offset or size is for all.
+ */
+static inline size_t
+rdmaview_slice_many(const rdmaview_view *whole, const uint64_t *offsets,
+		    ptrdiff_t offset_step, const uint64_t *sizes,
+		    ptrdiff_t size_step, size_t count, rdmaview_view *views)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++) {
+		if (!rdmaview_slice(whole, *offsets, *sizes, &views[i]))
+			break;
+		offsets += offset_step;
+		sizes += size_step;
+	}
+	return i;
+}
+
+static inline size_t
+rdmaview_remote_slice_many(const rdmaview_remote *whole,
+			   const uint64_t *offsets, ptrdiff_t offset_step,
+			   const uint64_t *sizes, ptrdiff_t size_step,
+			   size_t count, rdmaview_remote *views)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++) {
+		if (!rdmaview_remote_slice(whole, *offsets, *sizes, &views[i]))
+			break;
+		offsets += offset_step;
+		sizes += size_step;
+	}
+	return i;
+}
+
+static inline void rdmaview_to_remote_many(const void *views, ptrdiff_t stride,
+					   size_t count,
+					   rdmaview_remote *remotes)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++)
+		remotes[i] = rdmaview_to_remote(rdmaview_at(views, stride, i));
+}
+
+static inline void rdmaview_hash_many(const void *views, ptrdiff_t stride,
+				      size_t count, uint64_t *hashes)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++)
+		hashes[i] = rdmaview_hash(rdmaview_at(views, stride, i));
+}
+
+static inline void rdmaview_remote_hash_many(const void *views,
+					     ptrdiff_t stride, size_t count,
+					     uint64_t *hashes)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++)
+		hashes[i] = rdmaview_remote_hash(
+			rdmaview_remote_at(views, stride, i));
+}
+
+/* Does `next` begin where `view` ends, in the same registration? */
+static inline bool rdmaview_adjacent(const rdmaview_view *view,
+				     const rdmaview_view *next)
+{
+	return view->id == next->id && view->lkey == next->lkey &&
+	       view->rkey == next->rkey &&
+	       view->virtual_addr + view->size == next->virtual_addr &&
+	       view->rdma_addr + view->size == next->rdma_addr;
+}
+
+static inline bool rdmaview_remote_adjacent(const rdmaview_remote *view,
+					    const rdmaview_remote *next)
+{
+	return view->id == next->id && view->rkey == next->rkey &&
+	       view->rdma_addr + view->size == next->rdma_addr;
+}
+
+/* Join neighbours that are adjacent, in order; return how many are left in `joined`. */
+static inline size_t rdmaview_coalesce(const void *views, ptrdiff_t stride,
+				       size_t count, rdmaview_view *joined)
+{
+	size_t i;
+	size_t left = 0;
+
+	for (i = 0; i < count; i++) {
+		const rdmaview_view *view = rdmaview_at(views, stride, i);
+
+		if (left && rdmaview_adjacent(&joined[left - 1], view))
+			joined[left - 1].size += view->size;
+		else
+			joined[left++] = *view;
+	}
+	return left;
+}
+
+static inline size_t rdmaview_remote_coalesce(const void *views,
+					      ptrdiff_t stride, size_t count,
+					      rdmaview_remote *joined)
+{
+	size_t i;
+	size_t left = 0;
+
+	for (i = 0; i < count; i++) {
+		const rdmaview_remote *view =
+			rdmaview_remote_at(views, stride, i);
+
+		if (left && rdmaview_remote_adjacent(&joined[left - 1], view))
+			joined[left - 1].size += view->size;
+		else
+			joined[left++] = *view;
+	}
+	return left;
+}
+
+/* Integers in network order, at any address. */
+static inline uint64_t rdmaview_big_endian(uint64_t x)
+{
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+	return __builtin_bswap64(x);
+#else
+	return x;
+#endif
+}
+
+static inline void rdmaview_store(unsigned char *at, uint64_t x)
+{
+	x = rdmaview_big_endian(x);
+	memcpy(at, &x, sizeof(x));
+}
+
+static inline uint64_t rdmaview_load(const unsigned char *at)
+{
+	uint64_t x;
+
+	memcpy(&x, at, sizeof(x));
+	return rdmaview_big_endian(x);
+}
+
+#define RDMAVIEW_PACKED_SIZE 40
+#define RDMAVIEW_REMOTE_PACKED_SIZE 28
+
+/* The wire form of a view without its magic: !QQQQII, 40 bytes. */
+static inline void rdmaview_pack(const rdmaview_view *view, unsigned char *wire)
+{
+	rdmaview_store(wire, view->id);
+	rdmaview_store(wire + 8, view->virtual_addr);
+	rdmaview_store(wire + 16, view->rdma_addr);
+	rdmaview_store(wire + 24, view->size);
+	rdmaview_store(wire + 32, (uint64_t)view->lkey << 32 | view->rkey);
+}
+
+/* False if an address plus the size passes 2**64 - 1. */
+static inline bool rdmaview_unpack(const unsigned char *wire,
+				   rdmaview_view *view)
+{
+	uint64_t keys = rdmaview_load(wire + 32);
+
+	view->id = rdmaview_load(wire);
+	view->virtual_addr = rdmaview_load(wire + 8);
+	view->rdma_addr = rdmaview_load(wire + 16);
+	view->size = rdmaview_load(wire + 24);
+	view->lkey = (uint32_t)(keys >> 32);
+	view->rkey = (uint32_t)keys;
+	return view->size <= UINT64_MAX - view->virtual_addr &&
+	       view->size <= UINT64_MAX - view->rdma_addr;
+}
+
+/* The wire form of a remote view without its magic: !QQQI, 28 bytes. */
+static inline void rdmaview_remote_pack(const rdmaview_remote *view,
+					unsigned char *wire)
+{
+	/* The key goes first: the low half of a store that the size then overwrites. */
+	rdmaview_store(wire + 20, view->rkey);
+	rdmaview_store(wire, view->id);
+	rdmaview_store(wire + 8, view->rdma_addr);
+	rdmaview_store(wire + 16, view->size);
+}
+
+/* False if the address plus the size passes 2**64 - 1. */
+static inline bool rdmaview_remote_unpack(const unsigned char *wire,
+					  rdmaview_remote *view)
+{
+	view->id = rdmaview_load(wire);
+	view->rdma_addr = rdmaview_load(wire + 8);
+	view->size = rdmaview_load(wire + 16);
+	view->rkey = (uint32_t)rdmaview_load(wire + 20);
+	view->reserved = 0;
+	return view->size <= UINT64_MAX - view->rdma_addr;
 }
 
 #ifdef __cplusplus

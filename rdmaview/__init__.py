@@ -1,6 +1,7 @@
 """Register memory once, slice it in nanoseconds, move it by RDMA."""
 
-from . import softverbs
+from . import _arrays, softverbs
+from ._arrays import RemoteViewArray, ViewArray
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
@@ -29,6 +30,8 @@ from ._verbs import (
 from ._view import MemoryRegionView, RemoteView
 
 __all__ = [
+    "REMOTE_DTYPE",
+    "VIEW_DTYPE",
     "Access",
     "CompletionQueue",
     "Context",
@@ -42,9 +45,11 @@ __all__ = [
     "QueuePairInfo",
     "QueuePairState",
     "RemoteView",
+    "RemoteViewArray",
     "StaleViewError",
     "Status",
     "VerbsError",
+    "ViewArray",
     "WorkCompletion",
     "WorkCompletionError",
     "devices",
@@ -55,6 +60,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name):
+    # NumPy is imported when it is first needed: most of an import's time would be its.
+    if name == "VIEW_DTYPE":
+        value = _arrays.view_dtype()
+    elif name == "REMOTE_DTYPE":
+        value = _arrays.remote_dtype()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
 def get_include():

@@ -1,6 +1,9 @@
 # Written by tools/make-stubs from the docstrings: change those, not this.
 
+import numpy as np
+
 from . import softverbs
+from ._arrays import RemoteViewArray, ViewArray
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
@@ -29,6 +32,8 @@ from ._verbs import (
 from ._view import MemoryRegionView, RemoteView
 
 __all__ = [
+    "REMOTE_DTYPE",
+    "VIEW_DTYPE",
     "Access",
     "CompletionQueue",
     "Context",
@@ -42,9 +47,11 @@ __all__ = [
     "QueuePairInfo",
     "QueuePairState",
     "RemoteView",
+    "RemoteViewArray",
     "StaleViewError",
     "Status",
     "VerbsError",
+    "ViewArray",
     "WorkCompletion",
     "WorkCompletionError",
     "devices",
@@ -54,5 +61,7 @@ __all__ = [
     "softverbs",
 ]
 __version__: str
+REMOTE_DTYPE: np.dtype[np.void]
+VIEW_DTYPE: np.dtype[np.void]
 
 def get_include() -> str: ...

@@ -1,5 +1,6 @@
 # Written by tools/make-stubs from the docstrings: change those, not this.
 
+from collections.abc import Sequence
 from enum import IntFlag
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, SupportsIndex, final
@@ -7,6 +8,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, final
 import numpy.typing as npt
 from typing_extensions import Buffer, Self, disjoint_base
 
+from ._arrays import ViewArray
 from ._queue import CompletionQueue, QueuePair
 from ._view import MemoryRegionView, Registration
 
@@ -93,6 +95,11 @@ class MemoryRegion(Registration):
     def view(
         self, offset: SupportsIndex = 0, size: SupportsIndex | None = None
     ) -> MemoryRegionView: ...
+    def views(
+        self,
+        offsets: SupportsIndex | Sequence[int] | npt.NDArray[Any],
+        sizes: SupportsIndex | Sequence[int] | npt.NDArray[Any],
+    ) -> ViewArray: ...
     def view_of(self, array: Buffer | npt.NDArray[Any]) -> MemoryRegionView: ...
     def close(self) -> None: ...
     @property

@@ -15,6 +15,7 @@ from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 from posix.unistd cimport _SC_PAGESIZE, sysconf, usleep
 
+from ._arrays cimport cut_many
 from ._errors cimport (
     Process,
     check_process,
@@ -1020,6 +1021,33 @@ cdef class MemoryRegion(Registration):
             parse_range(offset, size, self.whole.size, &first, &length)
         return cut(self, first, length)
 
+    def views(self, offsets, sizes):
+        """Cut many views at once; all are checked before any is given.
+
+        Parameters
+        ----------
+        offsets, sizes : integer or sequence of integers
+            Bytes from the region's start; a single number is for all. An array of
+            64-bit integers is read where it lies.
+
+        Returns
+        -------
+        ViewArray
+
+        Raises
+        ------
+        IndexError
+            One of them isn't inside the region; the text says which.
+        TypeError
+            They are no integers.
+        ValueError
+            There are more of one than of the other, or more than one dimension.
+        StaleViewError
+            The region is closed.
+        """
+        check_cuttable(self)
+        return cut_many(&self.whole, self, offsets, sizes)
+
     def view_of(self, array):
         """The view of an array that lies in the region.
 
@@ -1331,10 +1359,15 @@ cdef int hold_other_buffer(
     ) from None
 
 
-cdef MemoryRegionView cut(MemoryRegion mr, uint64_t offset, uint64_t size):
-    cdef rdmaview_view part
+cdef int check_cuttable(MemoryRegion mr) except -1:
     if mr.state != OPEN:
         raise StaleViewError(f"{mr!r} gives no views any more")
+    return 0
+
+
+cdef MemoryRegionView cut(MemoryRegion mr, uint64_t offset, uint64_t size):
+    cdef rdmaview_view part
+    check_cuttable(mr)
     rdmaview_slice(&mr.whole, offset, size, &part)
     return new_view(&part, mr)
 

@@ -39,6 +39,58 @@ cdef extern from "rdmaview.h" nogil:
     bint rdmaview_remote_equal(const rdmaview_remote *a, const rdmaview_remote *b)
     uint64_t rdmaview_hash(const rdmaview_view *view)
     uint64_t rdmaview_remote_hash(const rdmaview_remote *view)
+    uint64_t rdmaview_mix(uint64_t x)
+
+    # Of arrays: the strides are bytes, the steps items.
+    const rdmaview_view *rdmaview_at(const void *views, Py_ssize_t stride, size_t i)
+    const rdmaview_remote *rdmaview_remote_at(
+        const void *views, Py_ssize_t stride, size_t i
+    )
+    size_t rdmaview_slice_many(
+        const rdmaview_view *whole,
+        const uint64_t *offsets,
+        Py_ssize_t offset_step,
+        const uint64_t *sizes,
+        Py_ssize_t size_step,
+        size_t count,
+        rdmaview_view *views,
+    )
+    size_t rdmaview_remote_slice_many(
+        const rdmaview_remote *whole,
+        const uint64_t *offsets,
+        Py_ssize_t offset_step,
+        const uint64_t *sizes,
+        Py_ssize_t size_step,
+        size_t count,
+        rdmaview_remote *views,
+    )
+    void rdmaview_to_remote_many(
+        const void *views, Py_ssize_t stride, size_t count, rdmaview_remote *remotes
+    )
+    void rdmaview_hash_many(
+        const void *views, Py_ssize_t stride, size_t count, uint64_t *hashes
+    )
+    void rdmaview_remote_hash_many(
+        const void *views, Py_ssize_t stride, size_t count, uint64_t *hashes
+    )
+    bint rdmaview_adjacent(const rdmaview_view *view, const rdmaview_view *next)
+    bint rdmaview_remote_adjacent(
+        const rdmaview_remote *view, const rdmaview_remote *next
+    )
+    size_t rdmaview_coalesce(
+        const void *views, Py_ssize_t stride, size_t count, rdmaview_view *joined
+    )
+    size_t rdmaview_remote_coalesce(
+        const void *views, Py_ssize_t stride, size_t count, rdmaview_remote *joined
+    )
+
+    # In network order; the wire forms of Python put a magic before these.
+    void rdmaview_store(unsigned char *at, uint64_t x)
+    uint64_t rdmaview_load(const unsigned char *at)
+    void rdmaview_pack(const rdmaview_view *view, unsigned char *wire)
+    bint rdmaview_unpack(const unsigned char *wire, rdmaview_view *view)
+    void rdmaview_remote_pack(const rdmaview_remote *view, unsigned char *wire)
+    bint rdmaview_remote_unpack(const unsigned char *wire, rdmaview_remote *view)
 
 
 cdef enum State:

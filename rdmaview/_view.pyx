@@ -72,15 +72,12 @@ cdef extern from "view_type.h":
     Py_ssize_t uncounted_header(object view) noexcept
     int set_up_view_type(TypeSlots *cls, CallSlot call) except -1
 
-cdef extern from "<endian.h>" nogil:
-    uint64_t htobe64(uint64_t x)
-    uint32_t htobe32(uint32_t x)
-    uint64_t be64toh(uint64_t x)
-    uint32_t be32toh(uint32_t x)
-
 cdef enum:
     VIEW_WIRE_SIZE = 44
     REMOTE_WIRE_SIZE = 32
+
+# What makes arrays of views, by method: the room above puts it here when it is imported.
+array_makers = {}
 
 
 cdef class Registration:
@@ -220,6 +217,71 @@ cdef class MemoryRegionView:
         rdmaview_slice(&self.value, first, length, &part)
         return new_view(&part, self.registration)
 
+    def views(self, offsets, sizes):
+        """Cut many views at once; all are checked before any is given.
+
+        Parameters
+        ----------
+        offsets, sizes : integer or sequence of integers
+            Bytes, relative to this view; a single number is for all.
+
+        Returns
+        -------
+        ViewArray
+
+        Raises
+        ------
+        IndexError
+            One of them isn't inside this view; the text says which.
+        TypeError
+            They are no integers.
+        ValueError
+            There are more of one than of the other, or more than one dimension.
+        """
+        return array_makers["views"](self, offsets, sizes)
+
+    def split(self, size):
+        """Cut the view into pieces that cover it.
+
+        Parameters
+        ----------
+        size : integer
+            Bytes of each piece; the last is smaller if the view is no multiple.
+
+        Returns
+        -------
+        ViewArray
+
+        Raises
+        ------
+        ValueError
+            `size` is below 1.
+        """
+        return array_makers["split"](self, size)
+
+    def grid(self, count, stride, size):
+        """Cut pieces at equal distances, as the rows of a matrix.
+
+        Parameters
+        ----------
+        count : integer
+            Pieces.
+        stride : integer
+            Bytes from the start of one to the start of the next.
+        size : integer
+            Bytes of each.
+
+        Returns
+        -------
+        ViewArray
+
+        Raises
+        ------
+        IndexError
+            They aren't inside this view.
+        """
+        return array_makers["grid"](self, count, stride, size)
+
     def overlaps(self, MemoryRegionView other not None):
         """Do this view and `other` share a byte of one registration?
 
@@ -309,12 +371,7 @@ cdef class MemoryRegionView:
         cdef bytes wire = PyBytes_FromStringAndSize(NULL, VIEW_WIRE_SIZE)
         cdef char *at = PyBytes_AS_STRING(wire)
         memcpy(at, b"RMV1", 4)
-        store_u64(at + 4, self.value.id)
-        store_u64(at + 12, self.value.virtual_addr)
-        store_u64(at + 20, self.value.rdma_addr)
-        store_u64(at + 28, self.value.size)
-        store_u32(at + 36, self.value.lkey)
-        store_u32(at + 40, self.value.rkey)
+        rdmaview_pack(&self.value, <unsigned char *>at + 4)
         return wire
 
     @staticmethod
@@ -520,6 +577,71 @@ cdef class RemoteView:
         rdmaview_remote_slice(&self.value, first, length, &part)
         return new_remote_view(&part)
 
+    def views(self, offsets, sizes):
+        """Cut many views at once; all are checked before any is given.
+
+        Parameters
+        ----------
+        offsets, sizes : integer or sequence of integers
+            Bytes, relative to this view; a single number is for all.
+
+        Returns
+        -------
+        RemoteViewArray
+
+        Raises
+        ------
+        IndexError
+            One of them isn't inside this view; the text says which.
+        TypeError
+            They are no integers.
+        ValueError
+            There are more of one than of the other, or more than one dimension.
+        """
+        return array_makers["views"](self, offsets, sizes)
+
+    def split(self, size):
+        """Cut the view into pieces that cover it.
+
+        Parameters
+        ----------
+        size : integer
+            Bytes of each piece; the last is smaller if the view is no multiple.
+
+        Returns
+        -------
+        RemoteViewArray
+
+        Raises
+        ------
+        ValueError
+            `size` is below 1.
+        """
+        return array_makers["split"](self, size)
+
+    def grid(self, count, stride, size):
+        """Cut pieces at equal distances, as the rows of a matrix.
+
+        Parameters
+        ----------
+        count : integer
+            Pieces.
+        stride : integer
+            Bytes from the start of one to the start of the next.
+        size : integer
+            Bytes of each.
+
+        Returns
+        -------
+        RemoteViewArray
+
+        Raises
+        ------
+        IndexError
+            They aren't inside this view.
+        """
+        return array_makers["grid"](self, count, stride, size)
+
     def overlaps(self, RemoteView other not None):
         """Do this view and `other` share a byte of one registration?
 
@@ -543,10 +665,7 @@ cdef class RemoteView:
         cdef bytes wire = PyBytes_FromStringAndSize(NULL, REMOTE_WIRE_SIZE)
         cdef char *at = PyBytes_AS_STRING(wire)
         memcpy(at, b"RRV1", 4)
-        store_u64(at + 4, self.value.id)
-        store_u64(at + 12, self.value.rdma_addr)
-        store_u64(at + 20, self.value.size)
-        store_u32(at + 28, self.value.rkey)
+        rdmaview_remote_pack(&self.value, <unsigned char *>at + 4)
         return wire
 
     @staticmethod
@@ -902,40 +1021,13 @@ cdef int load_wire(object data, str kind, const char *magic, char *wire, int siz
     return 0
 
 
-cdef inline void store_u64(char *at, uint64_t x) noexcept:
-    x = htobe64(x)
-    memcpy(at, &x, 8)
-
-
-cdef inline void store_u32(char *at, uint32_t x) noexcept:
-    x = htobe32(x)
-    memcpy(at, &x, 4)
-
-
-cdef inline uint64_t load_u64(const char *at) noexcept:
-    cdef uint64_t x
-    memcpy(&x, at, 8)
-    return be64toh(x)
-
-
-cdef inline uint32_t load_u32(const char *at) noexcept:
-    cdef uint32_t x
-    memcpy(&x, at, 4)
-    return be32toh(x)
-
-
 def view_from_bytes(data):
     """Rebuild a view: what `MemoryRegionView.from_bytes` and pickle call."""
     cdef char wire[VIEW_WIRE_SIZE]
     cdef rdmaview_view value
     load_wire(data, "the wire form of a view", b"RMV1", wire, VIEW_WIRE_SIZE)
-    value.id = load_u64(wire + 4)
-    value.virtual_addr = load_u64(wire + 12)
-    value.rdma_addr = load_u64(wire + 20)
-    value.size = load_u64(wire + 28)
-    value.lkey = load_u32(wire + 36)
-    value.rkey = load_u32(wire + 40)
-    check_view_end(&value)
+    if not rdmaview_unpack(<unsigned char *>wire + 4, &value):
+        check_view_end(&value)
     return new_view(&value, None)
 
 
@@ -944,10 +1036,6 @@ def remote_view_from_bytes(data):
     cdef char wire[REMOTE_WIRE_SIZE]
     cdef rdmaview_remote value
     load_wire(data, "the wire form of a remote view", b"RRV1", wire, REMOTE_WIRE_SIZE)
-    value.id = load_u64(wire + 4)
-    value.rdma_addr = load_u64(wire + 12)
-    value.size = load_u64(wire + 20)
-    value.rkey = load_u32(wire + 28)
-    value.reserved = 0
-    check_end("rdma_addr", value.rdma_addr, value.size)
+    if not rdmaview_remote_unpack(<unsigned char *>wire + 4, &value):
+        check_end("rdma_addr", value.rdma_addr, value.size)
     return new_remote_view(&value)

@@ -22,6 +22,7 @@ ROOMS = [
     "softverbs",
     "_queue",
     "_verbs",
+    "_arrays",
     "_view",
     "_errors",
     "_host",
@@ -101,7 +102,16 @@ def test_a_room_has_declarations_and_stubs(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["_errors", "_library", "_view", "_verbs", "_queue", "softverbs/_softverbs"]
+    "name",
+    [
+        "_errors",
+        "_library",
+        "_view",
+        "_arrays",
+        "_verbs",
+        "_queue",
+        "softverbs/_softverbs",
+    ],
 )
 def test_libibverbs_is_not_linked(name):
     (path,) = PACKAGE.glob(f"{name}.*{sys.version_info[0]}{sys.version_info[1]}-*.so")
