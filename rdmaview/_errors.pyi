@@ -24,4 +24,5 @@ class WorkCompletionError(OSError):
     local: MemoryRegionView
     remote: RemoteView
     first_error: WorkCompletion | None
+    completed: int
     def __init__(self, completion: WorkCompletion) -> None: ...

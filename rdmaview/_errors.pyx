@@ -105,6 +105,8 @@ class WorkCompletionError(OSError):
         The remote range.
     first_error : WorkCompletion or None
         What broke the queue pair first, if this is a consequence of it.
+    completed : int
+        How many requests of a batch were done: the first ones. 0 for a single request.
     """
 
     def __init__(self, completion):
@@ -115,6 +117,7 @@ class WorkCompletionError(OSError):
         self.local = completion.local
         self.remote = completion.remote
         self.first_error = completion.first_error
+        self.completed = completion.completed
 
     def __reduce__(self):
         return type(self), (self.completion,)

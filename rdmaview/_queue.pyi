@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+from ._arrays import RemoteViewArray, ViewArray
 from ._verbs import GID, Context, Handle, ProtectionDomain
 from ._view import MemoryRegionView, RemoteView
 
@@ -31,6 +32,28 @@ class QueuePair(Handle):
     def read(
         self, local: MemoryRegionView, remote: RemoteView, timeout: float = 10.0
     ) -> None: ...
+    def post_writes(
+        self,
+        locals: ViewArray | list[MemoryRegionView],
+        remotes: RemoteViewArray | list[RemoteView],
+    ) -> int: ...
+    def post_reads(
+        self,
+        locals: ViewArray | list[MemoryRegionView],
+        remotes: RemoteViewArray | list[RemoteView],
+    ) -> int: ...
+    def writes(
+        self,
+        locals: ViewArray | list[MemoryRegionView],
+        remotes: RemoteViewArray | list[RemoteView],
+        timeout: float = 10.0,
+    ) -> None: ...
+    def reads(
+        self,
+        locals: ViewArray | list[MemoryRegionView],
+        remotes: RemoteViewArray | list[RemoteView],
+        timeout: float = 10.0,
+    ) -> None: ...
     def close(self) -> None: ...
     @property
     def state(self) -> QueuePairState: ...
@@ -38,6 +61,8 @@ class QueuePair(Handle):
     def qp_num(self) -> int: ...
     @property
     def in_flight(self) -> int: ...
+    @property
+    def device_seconds(self) -> float: ...
     @property
     def pd(self) -> ProtectionDomain: ...
     @property
@@ -54,6 +79,11 @@ class QueuePair(Handle):
     def max_msg_sz(self) -> int: ...
     @property
     def first_error(self) -> WorkCompletion | None: ...
+    @property
+    def bytes_completed(self) -> int: ...
+
+@final
+class Batch: ...
 
 @final
 class WorkCompletion:
@@ -77,6 +107,10 @@ class WorkCompletion:
     def local(self) -> MemoryRegionView | None: ...
     @property
     def remote(self) -> RemoteView | None: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def completed(self) -> int: ...
     @property
     def first_error(self) -> WorkCompletion | None: ...
 
@@ -144,6 +178,8 @@ def restore_completion(
     remote: Any,
     first_error: Any,
     gid: Any,
+    count: Any,
+    completed: Any,
 ) -> Any: ...
 def create_cq(context: Context, depth: Any) -> Any: ...
 def create_qp(

@@ -6,12 +6,26 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EADDRNOTAVAIL, EIO, ENOMEM
 from libc.math cimport INFINITY, isfinite
 from libc.stdint cimport UINT32_MAX, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport usleep
 
-from ._errors cimport clear_errno, failure, last_errno, raise_verbs_error
+from ._arrays cimport (
+    RemoteViewArray,
+    ViewArray,
+    as_remote_view_array,
+    as_view_array,
+    check_array_attached,
+    find_registration,
+)
+from ._errors cimport (
+    clear_errno,
+    failure,
+    is_this_process,
+    last_errno,
+    raise_verbs_error,
+)
 from ._verbs cimport (
     Context,
     Handle,
@@ -33,6 +47,10 @@ from ._view cimport (
     new_view,
     number_text,
     parse_u64,
+    rdmaview_at,
+    rdmaview_remote,
+    rdmaview_remote_at,
+    rdmaview_view,
 )
 from .libibverbs cimport (
     IBV_ACCESS_LOCAL_WRITE,
@@ -219,9 +237,13 @@ class QueuePairInfo(
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an int: {number!r}")
             if not 0 <= number < limit:
-                raise ValueError(f"{name} must be from 0 to {limit - 1}, not {number}")
+                raise ValueError(
+                    f"{name} must be from 0 to {limit - 1}, not {number_text(number)}"
+                )
         if mtu not in (256, 512, 1024, 2048, 4096):
-            raise ValueError(f"mtu must be 256, 512, 1024, 2048 or 4096, not {mtu!r}")
+            raise ValueError(
+                f"mtu must be 256, 512, 1024, 2048 or 4096, not {number_text(mtu)}"
+            )
         if not isinstance(gid, bytes):
             raise TypeError(f"gid must be bytes, not {type(gid).__name__}")
         if len(gid) != 16:
@@ -410,6 +432,9 @@ cdef class QueuePair(Handle):
         Bytes that one work request may move.
     first_error : WorkCompletion or None
         The first bad status that is no flush: what broke the connection.
+    bytes_completed : int
+        Bytes moved by requests whose good end was seen. Another thread may watch it
+        grow while `writes` or `reads` runs.
     """
 
     def __cinit__(self):
@@ -430,6 +455,8 @@ cdef class QueuePair(Handle):
         if self.state == OPEN:
             leave(self)
         free(self.requests)
+        free(self.chain)
+        free(self.chain_sges)
 
     def __repr__(self):
         if self.closed:
@@ -625,6 +652,111 @@ cdef class QueuePair(Handle):
         """
         post_and_wait(self, IBV_WR_RDMA_READ, local, remote, timeout)
 
+    def post_writes(self, locals, remotes):
+        """Start to write each of `locals` to the one of `remotes` at its place.
+
+        They are posted by one ibv_post_send, and report one end together: a
+        completion with the wr_id returned here, a `count`, and how many were
+        `completed`. A queue pair completes its requests in order, so those are the
+        first ones.
+
+        Parameters
+        ----------
+        locals : ViewArray or list of MemoryRegionView
+            Attached, of this queue pair's protection domain. Their registrations are
+            pinned, and the memory held, until the completion is seen.
+        remotes : RemoteViewArray or list of RemoteView
+            As many, each of the same size as its local side.
+
+        Returns
+        -------
+        int
+            The wr_id of the last request, and of the completion.
+
+        Raises
+        ------
+        TypeError, ValueError, DetachedViewError, StaleViewError
+            The views don't fit, there are none, or more than `max_send_wr` or the
+            completion queue's depth; nothing was posted.
+        VerbsError
+            The send queue or the completion queue has no room for all of them now
+            (ENOMEM); nothing was posted. Or ibv_post_send failed: the text says how
+            many it took.
+        """
+        return post_batch(self, IBV_WR_RDMA_WRITE, locals, remotes)
+
+    def post_reads(self, locals, remotes):
+        """Start to read each of `remotes` into the one of `locals` at its place.
+
+        Parameters
+        ----------
+        locals : ViewArray or list of MemoryRegionView
+            As in `post_writes`, with the right LOCAL_WRITE.
+        remotes : RemoteViewArray or list of RemoteView
+            As many, each of the same size as its local side.
+
+        Returns
+        -------
+        int
+            The wr_id of the last request, and of the completion.
+
+        Raises
+        ------
+        TypeError, ValueError, DetachedViewError, StaleViewError, VerbsError
+            As in `post_writes`.
+        """
+        return post_batch(self, IBV_WR_RDMA_READ, locals, remotes)
+
+    def writes(self, locals, remotes, timeout=10.0):
+        """Write each of `locals` to the one of `remotes`, and wait until all is done.
+
+        There may be any number: they are posted as the queues have room.
+
+        Parameters
+        ----------
+        locals : ViewArray or list of MemoryRegionView
+        remotes : RemoteViewArray or list of RemoteView
+            As in `post_writes`; none is nothing to do.
+        timeout : float, default 10
+            Seconds, for all of them.
+
+        Raises
+        ------
+        WorkCompletionError
+            One ended with a bad status; this breaks the queue pair. Its `completed`
+            is how many were done: the first ones.
+        TimeoutError
+            They were not done in time; its `completed` is how many were. Those in
+            flight stay so, and their memory pinned: one completion for them will come
+            from the queue's `poll`. The others are not posted any more.
+        TypeError, ValueError, DetachedViewError, StaleViewError
+            The views don't fit; nothing was posted.
+        VerbsError
+            ibv_post_send failed, or the queue pair was closed by another thread
+            (ECANCELED).
+        """
+        batch_and_wait(self, IBV_WR_RDMA_WRITE, locals, remotes, timeout)
+
+    def reads(self, locals, remotes, timeout=10.0):
+        """Read each of `remotes` into the one of `locals`, and wait until all is done.
+
+        Parameters
+        ----------
+        locals : ViewArray or list of MemoryRegionView
+        remotes : RemoteViewArray or list of RemoteView
+            As in `post_reads`; none is nothing to do.
+        timeout : float, default 10
+            Seconds, for all of them.
+
+        Raises
+        ------
+        WorkCompletionError, TimeoutError
+            As in `writes`.
+        TypeError, ValueError, DetachedViewError, StaleViewError, VerbsError
+            As in `writes`.
+        """
+        batch_and_wait(self, IBV_WR_RDMA_READ, locals, remotes, timeout)
+
     def close(self):
         """Destroy the queue pair; a second call does nothing.
 
@@ -681,13 +813,26 @@ cdef class QueuePair(Handle):
         """int: work requests whose completion was not seen."""
         return self.newest - self.oldest
 
+    @property
+    def device_seconds(self):
+        """float: seconds that `writes` and `reads` spent in ibv_post_send and waiting."""
+        return self.device_time / 1e9
+
+
+# What it refers to does not refer back, and a collection must not run for it: see
+# WorkCompletion.
+@cython.final
+@cython.no_gc
+cdef class Batch:
+    """Requests that were posted together, and end with one completion."""
+
 
 # What it refers to refers to nothing else. And so making one runs no collection: no
 # Python code may come between a poll and the delivery of what was polled.
 @cython.final
 @cython.no_gc
 cdef class WorkCompletion:
-    """How a work request ended.
+    """How a work request ended, or a batch of them.
 
     Attributes
     ----------
@@ -699,12 +844,16 @@ cdef class WorkCompletion:
     vendor_err : int
         The device's own code for a bad status.
     byte_len : int
-        Bytes moved; 0 for a bad status.
+        Bytes moved by what was completed.
     qp_num : int
     local : MemoryRegionView or None
-        The local range, detached.
+        The local range, detached; of a batch, the first one that failed.
     remote : RemoteView or None
-        The remote range.
+        The remote range, likewise.
+    count : int
+        Work requests that it tells the end of: 1, or those of a batch.
+    completed : int
+        How many of them were done. They are the first ones, in the order of posting.
     first_error : WorkCompletion or None
         For a flushed request: what broke the queue pair.
     hint : str
@@ -721,6 +870,8 @@ cdef class WorkCompletion:
         text = f"{self.opcode} {self.wr_id:#x}: {self.status.name} ({int(self.status)})"
         if self.status != SUCCEEDED:
             text += f", vendor error {self.vendor_err:#x}"
+        if self.count > 1:
+            text += f", {self.completed} of {self.count} requests done"
         text += f", queue pair {self.qp_num:#x}"
         if self.local is not None:
             text += f", local {self.local!r}, remote {self.remote!r}"
@@ -742,6 +893,8 @@ cdef class WorkCompletion:
             self.remote,
             self.first_error,
             self.gid,
+            self.count,
+            self.completed,
         )
 
     @property
@@ -763,7 +916,18 @@ cdef class WorkCompletion:
 
 
 def restore_completion(
-    wr_id, status, opcode, vendor_err, byte_len, qp_num, local, remote, first_error, gid
+    wr_id,
+    status,
+    opcode,
+    vendor_err,
+    byte_len,
+    qp_num,
+    local,
+    remote,
+    first_error,
+    gid,
+    count,
+    completed,
 ):
     """Rebuild a work completion: what pickle calls."""
     cdef WorkCompletion completion = WorkCompletion.__new__(WorkCompletion)
@@ -777,6 +941,8 @@ def restore_completion(
     completion.remote = remote
     completion.first_error = first_error
     completion.gid = gid
+    completion.count = count
+    completion.completed = completed
     return completion
 
 
@@ -886,6 +1052,7 @@ def create_qp(
     qp.cq = completion_queue
     qp.process = pd.process
     qp.slot = -1
+    qp.number = qp.handle.qp_num
     qp.state = OPEN
     qp.capacity = init.cap.max_send_wr
     qp.requests = <Request *>calloc(qp.capacity, sizeof(Request))
@@ -958,7 +1125,7 @@ cdef object choose_gid(Context context, uint8_t port, object index, bint etherne
             if entry.index == index:
                 return entry
         raise ValueError(
-            f"port {port} of {context.name} has no GID at index {index!r}: "
+            f"port {port} of {context.name} has no GID at index {number_text(index)}: "
             + gid_table_text(table)
         )
     entry = _host.routable_gid(table)
@@ -1020,12 +1187,17 @@ cdef int leave_slot(QueuePair qp) noexcept:
 cdef int leave(QueuePair qp) except -1:
     """Give up what is in flight, and leave the parents."""
     cdef Request request
+    cdef void *owner
     leave_slot(qp)
     while qp.oldest != qp.newest:
-        take_oldest(qp, &request)
+        request = take_oldest(qp)
+        owner = request.view
+        if request.batch != NULL:
+            (<Batch>request.batch).ended += 1
+            owner = batch_if_ended(<Batch>request.batch)
         if request.waiter != NULL:
             store_waiting(&request.waiter.state, ABANDONED)
-        let_go(&request)
+        let_go(owner)
     qp.cq.children -= 1
     qp.pd.children -= 1
     return 0
@@ -1061,26 +1233,14 @@ cdef object post(
         raise ValueError(f"{qp!r} is not connected: call connect() first")
     check_room(qp)
 
-    sge.addr = view.value.rdma_addr
-    sge.length = <uint32_t>view.value.size
-    sge.lkey = view.value.lkey
     memset(&wr, 0, sizeof(wr))
-    cq.posted += 1
-    wr.wr_id = <uint64_t>qp.slot << SLOT_SHIFT | cq.posted
-    wr.sg_list = &sge
-    wr.num_sge = 1
-    wr.opcode = opcode
-    wr.send_flags = IBV_SEND_SIGNALED
-    wr.wr.rdma.remote_addr = target.value.rdma_addr
-    wr.wr.rdma.rkey = target.value.rkey
-
-    request = &qp.requests[qp.newest % qp.capacity]
-    request.wr_id = wr.wr_id
-    request.opcode = opcode
-    request.local = view.value
-    request.remote = target.value
+    request = describe(
+        qp, qp.newest, opcode, &view.value, &target.value, mr, &wr, &sge
+    )
     request.view = <void *>view
     request.waiter = waiter
+    wr.send_flags = IBV_SEND_SIGNALED
+    request.is_signalled = True
     # One post is shorter than giving the GIL away, so it keeps it; this is also what
     # makes the ring's order that of the device.
     clear_errno()
@@ -1099,57 +1259,124 @@ cdef object post(
     return wr.wr_id
 
 
+cdef Request *describe(
+    QueuePair qp,
+    uint64_t place,
+    ibv_wr_opcode opcode,
+    const rdmaview_view *local,
+    const rdmaview_remote *remote,
+    MemoryRegion mr,
+    ibv_send_wr *wr,
+    ibv_sge *sge,
+) noexcept:
+    """Write a work request for the device, and its entry in the ring for us."""
+    cdef Request *request = &qp.requests[place % qp.capacity]
+    qp.cq.posted += 1
+    sge.addr = local.rdma_addr
+    sge.length = <uint32_t>local.size
+    sge.lkey = local.lkey
+    wr.wr_id = <uint64_t>qp.slot << SLOT_SHIFT | qp.cq.posted
+    wr.next = NULL
+    wr.sg_list = sge
+    wr.num_sge = 1
+    wr.opcode = opcode
+    wr.send_flags = 0
+    wr.wr.rdma.remote_addr = remote.rdma_addr
+    wr.wr.rdma.rkey = remote.rkey
+
+    request.wr_id = wr.wr_id
+    request.opcode = opcode
+    request.local = local[0]
+    request.remote = remote[0]
+    request.mr = <void *>mr
+    request.view = NULL
+    request.batch = NULL
+    request.waiter = NULL
+    request.is_signalled = False
+    return request
+
+
 cdef int check_sides(
     QueuePair qp,
     ibv_wr_opcode opcode,
     MemoryRegion mr,
     MemoryRegionView view,
     RemoteView target,
+    str where="",
 ) except -1:
+    if fits(qp, opcode, mr, &view.value, &target.value):
+        return 0
     if mr.pd is not qp.pd:
         raise ValueError(
-            f"the local side {view!r} is of another protection domain than the queue pair"
+            f"{where}the local side {view!r} is of another protection domain than the "
+            "queue pair"
         )
     if view.value.size != target.value.size:
         raise ValueError(
-            f"the local side has {view.value.size} bytes, the remote side "
+            f"{where}the local side has {view.value.size} bytes, the remote side "
             f"{target.value.size}"
         )
     if view.value.size == 0:
-        raise ValueError("zero bytes can't be moved: both sides are empty")
+        raise ValueError(f"{where}zero bytes can't be moved: both sides are empty")
     if view.value.size > qp.max_msg_sz:
         raise ValueError(
-            f"{view.value.size} bytes are over max_msg_sz {qp.max_msg_sz} of port "
+            f"{where}{view.value.size} bytes are over max_msg_sz {qp.max_msg_sz} of port "
             f"{qp.port} of {qp.pd.context.name}: move them in pieces"
         )
     if opcode == IBV_WR_RDMA_READ and not mr.rights & IBV_ACCESS_LOCAL_WRITE:
         raise ValueError(
-            f"a read lands in its local side, which needs Access.LOCAL_WRITE: {mr!r}"
+            f"{where}a read lands in its local side, which needs Access.LOCAL_WRITE: {mr!r}"
         )
-    if target.value.rkey == 0:
-        raise ValueError(f"{target!r} gives no right: its rkey is 0")
-    return 0
+    raise ValueError(f"{where}{target!r} gives no right: its rkey is 0")
 
 
-cdef int check_room(QueuePair qp) except -1:
+cdef inline bint fits(
+    QueuePair qp,
+    ibv_wr_opcode opcode,
+    MemoryRegion mr,
+    const rdmaview_view *local,
+    const rdmaview_remote *remote,
+) noexcept:
+    return (
+        mr.pd is qp.pd
+        and local.size == remote.size
+        and 0 < local.size <= qp.max_msg_sz
+        and (opcode != IBV_WR_RDMA_READ or mr.rights & IBV_ACCESS_LOCAL_WRITE)
+        and remote.rkey != 0
+    )
+
+
+cdef inline uint64_t room(QueuePair qp) noexcept:
+    """How many requests the queues can hold more, in the worst case."""
+    return min(
+        qp.capacity - (qp.newest - qp.oldest),
+        <uint64_t>(qp.cq.depth - qp.cq.in_flight),
+    )
+
+
+cdef int check_room(QueuePair qp, uint64_t wanted=1) except -1:
     """Never post what the queues can't hold: a full one would lose completions."""
-    if qp.newest - qp.oldest >= qp.capacity:
+    cdef str short = ""
+    if room(qp) >= wanted:
+        return 0
+    if wanted > 1:
+        short = f", {wanted} more don't fit"
+    if qp.newest - qp.oldest + wanted > qp.capacity:
         raise_verbs_error(
             ENOMEM,
             "ibv_post_send",
-            f"the send queue is full: {qp.capacity} work requests are in flight",
+            f"the send queue is full: {qp.newest - qp.oldest} of {qp.capacity} work "
+            f"requests are in flight{short}",
             "Poll the completion queue, or create the queue pair with a larger "
             "max_send_wr",
         )
-    if qp.cq.in_flight >= qp.cq.depth:
-        raise_verbs_error(
-            ENOMEM,
-            "ibv_post_send",
-            f"the completion queue may be full: {qp.cq.in_flight} work requests report "
-            "to it",
-            "Poll it, or create it with a larger depth",
-        )
-    return 0
+    raise_verbs_error(
+        ENOMEM,
+        "ibv_post_send",
+        f"the completion queue may be full: {qp.cq.in_flight} work requests of at most "
+        f"{qp.cq.depth} report to it{short}",
+        "Poll it, or create it with a larger depth",
+    )
 
 
 cdef str first_error_text(QueuePair qp):
@@ -1214,6 +1441,257 @@ cdef int forget_waiter(QueuePair qp, uint64_t wr_id) except -1:
     return 0
 
 
+cdef Batch new_batch(
+    QueuePair qp, ibv_wr_opcode opcode, object locals, object remotes
+):
+    """Check the two sides, all of them, and pin what is local."""
+    cdef ViewArray local_views = as_view_array(locals, "the local sides")
+    cdef RemoteViewArray targets = as_remote_view_array(remotes, "the remote sides")
+    cdef Batch batch = Batch.__new__(Batch)
+    cdef MemoryRegion mr
+    cdef MemoryRegion checked = None
+    cdef Py_ssize_t i
+    if local_views.count != targets.count:
+        raise ValueError(
+            f"there are {local_views.count} local sides and {targets.count} remote ones"
+        )
+    batch.opcode = opcode
+    batch.locals = local_views
+    batch.remotes = targets
+    batch.count = local_views.count
+    # From here on no Python code runs until they are pinned, unless to raise an error.
+    check_open(qp, "QueuePair")
+    if not qp.connected:
+        raise ValueError(f"{qp!r} is not connected: call connect() first")
+    if batch.count and local_views.registrations is None:
+        check_array_attached(local_views, "the local sides of work requests")
+    for i in range(batch.count):
+        mr = local_mr(batch, i)
+        if mr is not checked:
+            if mr.state != OPEN or not is_this_process(mr.process):
+                check_attached(local_views.item(i), "the local side of a work request")
+            checked = mr
+        if not fits(qp, opcode, mr, local_at(batch, i), remote_at(batch, i)):
+            check_sides(
+                qp,
+                opcode,
+                mr,
+                local_views.item(i),
+                targets.item(i),
+                f"request {i}: ",
+            )
+    pin_from(batch, 0, 1)
+    return batch
+
+
+cdef inline const rdmaview_view *local_at(Batch batch, Py_ssize_t i) noexcept:
+    return rdmaview_at(batch.locals.start, batch.locals.stride, i)
+
+
+cdef inline const rdmaview_remote *remote_at(Batch batch, Py_ssize_t i) noexcept:
+    return rdmaview_remote_at(batch.remotes.start, batch.remotes.stride, i)
+
+
+cdef MemoryRegion local_mr(Batch batch, Py_ssize_t i):
+    """The registration of a local side; neighbours mostly have the same one."""
+    cdef tuple registrations = batch.locals.registrations
+    cdef uint64_t id = local_at(batch, i).id
+    cdef MemoryRegion mr = <MemoryRegion>registrations[batch.mr_place]
+    if mr.whole.id != id:
+        batch.mr_place = find_registration(registrations, id)
+        mr = <MemoryRegion>registrations[batch.mr_place]
+    return mr
+
+
+cdef int pin_from(Batch batch, Py_ssize_t start, Py_ssize_t pins) except -1:
+    cdef MemoryRegion mr
+    cdef Py_ssize_t i
+    for i in range(start, batch.count):
+        mr = local_mr(batch, i)
+        mr.pins += pins
+    return 0
+
+
+cdef int end_posting(Batch batch) except -1:
+    """No more of it will be posted: unpin what was not."""
+    batch.is_open = False
+    return pin_from(batch, batch.posted, -1)
+
+
+cdef int post_chain(QueuePair qp, Batch batch, Py_ssize_t count, Waiter *waiter) except -1:
+    """Post the next `count` requests of a batch, for which there is room, by one call."""
+    cdef Py_ssize_t i
+    cdef Py_ssize_t taken = count
+    cdef ibv_send_wr *bad_wr = NULL
+    cdef Request *request = NULL
+    cdef int64_t start
+    cdef int error
+    if qp.chain == NULL:
+        qp.chain = <ibv_send_wr *>calloc(qp.capacity, sizeof(ibv_send_wr))
+    if qp.chain_sges == NULL:
+        qp.chain_sges = <ibv_sge *>malloc(qp.capacity * sizeof(ibv_sge))
+    if qp.chain == NULL or qp.chain_sges == NULL:
+        raise MemoryError(f"no memory for a chain of {qp.capacity} work requests")
+    for i in range(count):
+        request = describe(
+            qp,
+            qp.newest + <uint64_t>i,
+            batch.opcode,
+            local_at(batch, batch.posted + i),
+            remote_at(batch, batch.posted + i),
+            local_mr(batch, batch.posted + i),
+            &qp.chain[i],
+            &qp.chain_sges[i],
+        )
+        request.batch = <void *>batch
+        request.waiter = waiter
+        qp.chain[i].next = &qp.chain[i + 1]
+    qp.chain[count - 1].next = NULL
+    qp.chain[count - 1].send_flags = IBV_SEND_SIGNALED
+    request.is_signalled = True
+    start = now()
+    clear_errno()
+    error = failure(ibv_post_send(qp.handle, qp.chain, &bad_wr))
+    qp.device_time += now() - start
+    # A device that names none of the chain may have taken all of it.
+    if error and qp.chain <= bad_wr < qp.chain + count:
+        taken = bad_wr - qp.chain
+    if taken:
+        # The ring's own reference, as long as some are in flight.
+        if batch.ended == batch.posted:
+            Py_INCREF(batch)
+        batch.posted += taken
+        batch.wr_id = qp.chain[taken - 1].wr_id
+        qp.newest += <uint64_t>taken
+        qp.cq.in_flight += taken
+    if error:
+        raise_verbs_error(
+            error,
+            "ibv_post_send",
+            f"{OPCODES[batch.opcode]} on {qp!r}: of a chain of {count} requests "
+            f"{taken} were taken, {batch.posted} of the {batch.count} in all; the next "
+            f"is local {batch.locals.item(min(batch.posted, batch.count - 1))!r}, "
+            f"remote {batch.remotes.item(min(batch.posted, batch.count - 1))!r}",
+            first_error_text(qp),
+        )
+    return 0
+
+
+cdef object post_batch(
+    QueuePair qp, ibv_wr_opcode opcode, object locals, object remotes
+):
+    cdef Batch batch
+    cdef uint64_t most
+    check_open(qp, "QueuePair")
+    batch = new_batch(qp, opcode, locals, remotes)
+    try:
+        if batch.count == 0:
+            raise ValueError("there is nothing to post: both sides have no views")
+        most = min(qp.capacity, <uint64_t>qp.cq.depth)
+        if <uint64_t>batch.count > most:
+            raise ValueError(
+                f"{batch.count} requests are more than {most}, the lesser of the queue "
+                f"pair's max_send_wr {qp.capacity} and the completion queue's depth "
+                f"{qp.cq.depth}: post them in parts, or use writes and reads, which do"
+            )
+        check_room(qp, batch.count)
+        post_chain(qp, batch, batch.count, NULL)
+    finally:
+        end_posting(batch)
+    return batch.wr_id
+
+
+cdef int batch_and_wait(
+    QueuePair qp, ibv_wr_opcode opcode, object locals, object remotes, object timeout
+) except -1:
+    cdef Batch batch
+    cdef Waiter waiter
+    cdef CompletionQueue cq = qp.cq
+    cdef int64_t deadline = parse_timeout(timeout)
+    cdef int64_t start
+    cdef bint is_late = False
+    check_open(qp, "QueuePair")
+    batch = new_batch(qp, opcode, locals, remotes)
+    batch.is_open = True
+    waiter.state = PENDING
+    waiter.bad = NULL
+    try:
+        while waiter.state != ABANDONED and not is_late:
+            while post_some(qp, batch, &waiter):
+                pass
+            if batch.ended == batch.posted and (
+                batch.posted == batch.count or batch.failure is not None
+            ):
+                break
+            if qp.state != OPEN and batch.ended == batch.posted:
+                waiter.state = ABANDONED
+                break
+            start = now()
+            is_late = start >= deadline
+            waiter.state = PENDING
+            if is_late:
+                # What came while the clock was read still counts.
+                look(cq)
+            else:
+                watch(cq, deadline, &waiter)
+            qp.device_time += now() - start
+    finally:
+        end_posting(batch)
+        forget_batch_waiter(qp, batch)
+    if batch.failure is not None:
+        raise WorkCompletionError(failed_batch(qp, batch))
+    if batch.completed == batch.count:
+        return 0
+    text = f"{batch.completed} of {batch.count} {OPCODES[opcode]} requests were done"
+    if waiter.state == ABANDONED:
+        raise_verbs_error(
+            errno.ECANCELED, "ibv_post_send", f"the queue pair was closed when {text}"
+        )
+    error = TimeoutError(
+        f"{text} in {timeout} s; {batch.posted - batch.ended} are still in flight and "
+        "keep their memory pinned"
+        + (
+            f": their completion {batch.wr_id:#x} will come from the completion queue"
+            if batch.posted > batch.ended
+            else ""
+        )
+    )
+    error.completed = batch.completed
+    raise error
+
+
+cdef bint post_some(QueuePair qp, Batch batch, Waiter *waiter) except -1:
+    """Post what there is room for, a good part of the queue at a time."""
+    cdef uint64_t left = batch.count - batch.posted
+    cdef uint64_t part = min(left, max(<uint64_t>1, qp.capacity // 4))
+    cdef uint64_t free_places = room(qp)
+    if not left or batch.failure is not None or qp.state != OPEN:
+        return False
+    # Alone it waits for a part to end; where others fill the queue, it takes what is.
+    if free_places < part and (batch.ended != batch.posted or not free_places):
+        return False
+    post_chain(qp, batch, min(part, free_places), waiter)
+    return True
+
+
+cdef WorkCompletion failed_batch(QueuePair qp, Batch batch):
+    """How a batch that was waited for ended, of all that was asked for."""
+    cdef WorkCompletion completion = WorkCompletion.__new__(WorkCompletion)
+    summarise(completion, qp, batch)
+    completion.count = batch.count
+    return completion
+
+
+cdef int forget_batch_waiter(QueuePair qp, Batch batch) except -1:
+    """The waiting thread goes: what is in flight ends in a completion for `poll`."""
+    cdef uint64_t i = qp.oldest
+    while i != qp.newest:
+        if qp.requests[i % qp.capacity].batch == <void *>batch:
+            qp.requests[i % qp.capacity].waiter = NULL
+        i += 1
+    return 0
+
+
 cdef int look(CompletionQueue cq) except -1:
     """Take what the device has, with the GIL; return the number of completions."""
     cdef ibv_wc wcs[BATCH]
@@ -1243,10 +1721,11 @@ cdef int watch(CompletionQueue cq, int64_t deadline, Waiter *waiter) except -1:
     cdef ibv_wc wcs[BATCH]
     cdef int found
     cdef int64_t until = min(deadline, now() + SIGNAL_INTERVAL)
+    cdef uint64_t seen = cq.seen_count
     check_open(cq, "CompletionQueue")
     cq.children += 1
     with nogil:
-        found = poll_until(cq, wcs, until, waiter)
+        found = poll_until(cq, wcs, until, waiter, seen)
     cq.children -= 1
     if found != 0:
         dispatch(cq, wcs, found)
@@ -1255,7 +1734,7 @@ cdef int watch(CompletionQueue cq, int64_t deadline, Waiter *waiter) except -1:
 
 
 cdef int poll_until(
-    CompletionQueue cq, ibv_wc *wcs, int64_t until, Waiter *waiter
+    CompletionQueue cq, ibv_wc *wcs, int64_t until, Waiter *waiter, uint64_t seen
 ) noexcept nogil:
     """Return what ibv_poll_cq did, and with the queue claimed unless that was 0."""
     cdef int64_t start = now()
@@ -1270,6 +1749,8 @@ cdef int poll_until(
         # Another thread may take this one's completion, and then says so here.
         if waiter != NULL and load_waiting(&waiter.state) != PENDING:
             return 0
+        if waiter == NULL and load_count(&cq.seen_count) != seen:
+            return 0
         clock = now()
         if clock >= until:
             return 0
@@ -1279,7 +1760,7 @@ cdef int poll_until(
 
 cdef int dispatch(CompletionQueue cq, ibv_wc *wcs, int found) except -1:
     """Tell the owners of what was polled, then let go of the queue and the memory."""
-    cdef Request ended[BATCH]
+    cdef void *ended[BATCH]
     cdef int count = 0
     cdef int i
     try:
@@ -1296,40 +1777,129 @@ cdef int dispatch(CompletionQueue cq, ibv_wc *wcs, int found) except -1:
         unclaim(&cq.claimed)
         # This may run finalisers, which may use the queue, so it comes last.
         for i in range(count):
-            let_go(&ended[i])
+            let_go(ended[i])
     return found
 
 
 cdef int dispatch_one(
-    CompletionQueue cq, const ibv_wc *wc, Request *request
+    CompletionQueue cq, const ibv_wc *wc, void **ended
 ) except -1:
-    """Return 1 if `request` is what ended, 0 if it was given up before."""
+    """Return 1 if `ended` is what to let go of, 0 if there is nothing."""
     cdef QueuePair qp
     cdef Py_ssize_t slot = <Py_ssize_t>(wc.wr_id >> SLOT_SHIFT)
-    cdef Waiter *waiter
-    cdef WorkCompletion completion = None
+    cdef uint64_t place
     if slot >= cq.slot_count or cq.slots[slot] == NULL:
         return 0
     qp = <QueuePair>cq.slots[slot]
-    # Requests end in the order in which they were posted.
-    if (
-        qp.oldest == qp.newest
-        or qp.requests[qp.oldest % qp.capacity].wr_id != wc.wr_id
-    ):
+    # Requests end in the order in which they were posted, and those that are not
+    # signalled with the next one that is, or fails.
+    place = qp.oldest
+    while place != qp.newest and qp.requests[place % qp.capacity].wr_id != wc.wr_id:
+        if qp.requests[place % qp.capacity].is_signalled:
+            return 0
+        place += 1
+    if place == qp.newest:
         return 0
-    waiter = qp.requests[qp.oldest % qp.capacity].waiter
+    ended[0] = NULL
+    while qp.oldest != place:
+        add_ended(ended, end_oldest(qp, NULL))
+    add_ended(ended, end_oldest(qp, wc))
+    return ended[0] != NULL
+
+
+cdef int add_ended(void **ended, void *owner) except -1:
+    """Several end at once only if a batch was posted in part: they form a chain."""
+    cdef Batch batch
+    if ended[0] == NULL:
+        ended[0] = owner
+    elif owner != NULL:
+        batch = <Batch>ended[0]
+        while type(batch.followed_by) is Batch:
+            batch = <Batch>batch.followed_by
+        batch.followed_by = <object>owner
+        Py_DECREF(<object>owner)
+    return 0
+
+
+cdef void *end_oldest(QueuePair qp, const ibv_wc *wc) except? NULL:
+    """End the oldest request, well if `wc` is NULL; return the owner it gives up."""
+    cdef Request *request = &qp.requests[qp.oldest % qp.capacity]
+    cdef Waiter *waiter = request.waiter
+    cdef WorkCompletion completion = None
+    cdef Request taken
+    if request.batch != NULL:
+        return end_in_batch(qp, <Batch>request.batch, request, wc)
     # What can fail comes first: from the moment that the request is taken, it is told.
     if waiter == NULL or wc.status != IBV_WC_SUCCESS:
-        completion = new_completion(wc, qp, &qp.requests[qp.oldest % qp.capacity])
+        completion = new_completion(wc, qp, request)
     if waiter == NULL:
-        cq.seen.append(completion)
-    take_oldest(qp, request)
+        put_aside(qp.cq, completion)
+    taken = take_oldest(qp)
+    if wc.status == IBV_WC_SUCCESS:
+        qp.bytes_completed += taken.local.size
     if waiter != NULL:
         if completion is not None:
             Py_INCREF(completion)
             waiter.bad = <void *>completion
         store_waiting(&waiter.state, COMPLETED)
-    return 1
+    return taken.view
+
+
+cdef void *end_in_batch(
+    QueuePair qp, Batch batch, Request *request, const ibv_wc *wc
+) except? NULL:
+    cdef bint is_good = wc == NULL or wc.status == IBV_WC_SUCCESS
+    cdef WorkCompletion bad = batch.failure
+    cdef WorkCompletion summary = None
+    cdef Request taken
+    # As above, what can fail comes first.
+    if not is_good and bad is None:
+        bad = new_completion(wc, qp, request)
+    if batch.ended + 1 == batch.posted and not batch.is_open:
+        summary = WorkCompletion.__new__(WorkCompletion)
+        put_aside(qp.cq, summary)
+    taken = take_oldest(qp)
+    batch.ended += 1
+    batch.failure = bad
+    if is_good:
+        batch.completed += 1
+        batch.byte_len += taken.local.size
+        qp.bytes_completed += taken.local.size
+    if summary is not None:
+        summarise(summary, qp, batch)
+    if taken.waiter != NULL:
+        store_waiting(&taken.waiter.state, COMPLETED)
+    return batch_if_ended(batch)
+
+
+cdef void *batch_if_ended(Batch batch) noexcept:
+    """The batch, if the ring's reference to it is to be given up."""
+    return <void *>batch if batch.ended == batch.posted else NULL
+
+
+cdef int put_aside(CompletionQueue cq, WorkCompletion completion) except -1:
+    cq.seen.append(completion)
+    store_count(&cq.seen_count, cq.seen_count + 1)
+    return 0
+
+
+cdef int summarise(WorkCompletion summary, QueuePair qp, Batch batch) noexcept:
+    """Fill in how a batch ended."""
+    cdef WorkCompletion bad = batch.failure
+    summary.wr_id = batch.wr_id
+    summary.opcode = OPCODES[batch.opcode]
+    summary.gid = qp.gid
+    summary.qp_num = qp.number
+    summary.byte_len = batch.byte_len
+    summary.count = batch.posted
+    summary.completed = batch.completed
+    if bad is not None:
+        summary.code = bad.code
+        summary.vendor_err = bad.vendor_err
+        summary.local = bad.local
+        summary.remote = bad.remote
+        summary.first_error = bad.first_error
+    return 0
 
 
 cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *request):
@@ -1339,11 +1909,13 @@ cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *requ
     completion.gid = qp.gid
     completion.vendor_err = wc.vendor_err
     completion.qp_num = wc.qp_num
+    completion.count = 1
     completion.opcode = OPCODES[request.opcode]
     completion.local = new_view(&request.local, None)
     completion.remote = new_remote_view(&request.remote)
     if wc.status == IBV_WC_SUCCESS:
-        completion.byte_len = <uint32_t>request.local.size
+        completion.byte_len = request.local.size
+        completion.completed = 1
     else:
         completion.first_error = qp.first_error
         if qp.first_error is None and wc.status != IBV_WC_WR_FLUSH_ERR:
@@ -1351,18 +1923,19 @@ cdef WorkCompletion new_completion(const ibv_wc *wc, QueuePair qp, Request *requ
     return completion
 
 
-cdef int take_oldest(QueuePair qp, Request *request) noexcept:
-    request[0] = qp.requests[qp.oldest % qp.capacity]
+cdef Request take_oldest(QueuePair qp) noexcept:
+    cdef Request request = qp.requests[qp.oldest % qp.capacity]
     qp.oldest += 1
     qp.cq.in_flight -= 1
     # Before its waiter is told, who may close the region at once.
-    (<MemoryRegion>(<MemoryRegionView>request.view).registration).pins -= 1
-    return 0
+    (<MemoryRegion>request.mr).pins -= 1
+    return request
 
 
-cdef int let_go(Request *request) except -1:
+cdef int let_go(void *owner) except -1:
     """Let go of the memory; this may run finalisers."""
-    Py_DECREF(<MemoryRegionView>request.view)
+    if owner != NULL:
+        Py_DECREF(<object>owner)
     return 0
 
 
@@ -1383,7 +1956,8 @@ cdef int64_t parse_timeout(object timeout) except -1:
         seconds = INFINITY
     if not isfinite(seconds) or not 0 <= seconds <= 1e9:
         raise ValueError(
-            f"timeout must be from 0 to 1e9 seconds, not {timeout!r}: every wait ends"
+            f"timeout must be from 0 to 1e9 seconds, not {number_text(timeout)}: every "
+            "wait ends"
         )
     return now() + <int64_t>(seconds * 1e9)
 
@@ -1402,8 +1976,12 @@ cdef extern from *:
     /* Set by one thread with the GIL, read by the waiting one without it. */
     #define load_waiting(state) __atomic_load_n(state, __ATOMIC_ACQUIRE)
     #define store_waiting(state, x) __atomic_store_n(state, x, __ATOMIC_RELEASE)
+    #define load_count(count) __atomic_load_n(count, __ATOMIC_ACQUIRE)
+    #define store_count(count, x) __atomic_store_n(count, x, __ATOMIC_RELEASE)
     """
     bint claim(bint *taken) noexcept nogil
     void unclaim(bint *taken) noexcept nogil
     Waiting load_waiting(Waiting *state) noexcept nogil
     void store_waiting(Waiting *state, Waiting x) noexcept nogil
+    uint64_t load_count(uint64_t *count) noexcept nogil
+    void store_count(uint64_t *count, uint64_t x) noexcept nogil

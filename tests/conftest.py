@@ -166,7 +166,7 @@ def is_soft(pytestconfig):
     return runs_on_soft(pytestconfig)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device_name(pytestconfig):
     return pytestconfig.stash[DEVICE].name
 

@@ -112,7 +112,8 @@ enum verb {
     X(max_ah, 0x7fff, 0, INT32_MAX)                                                                \
     X(max_qp_rd_atom, 128, 0, 255)                                                                 \
     X(max_qp_init_rd_atom, 128, 0, 255)                                                            \
-    X(max_res_rd_atom, 0x3f000, 0, INT32_MAX)
+    X(max_res_rd_atom, 0x3f000, 0, INT32_MAX)                                                      \
+    X(max_chain, UINT64_MAX, 0, UINT64_MAX)
 
 enum limit {
 #define X(name, initial, least, most) LIMIT_##name,

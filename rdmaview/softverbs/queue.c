@@ -632,7 +632,7 @@ static int enqueue_send(struct soft_qp *qp, const struct ibv_send_wr *wr)
 int soft_post_send(struct ibv_qp *handle, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr)
 {
     struct soft_qp *qp;
-    bool posted = false;
+    uint64_t posted = 0, most = limit(LIMIT_max_chain);
     int result;
 
     if (verb_fails(VERB_post_send, &result)) {
@@ -644,10 +644,10 @@ int soft_post_send(struct ibv_qp *handle, struct ibv_send_wr *wr, struct ibv_sen
     if (!result && qp->state != IBV_QPS_RTS && qp->state != IBV_QPS_ERR)
         result = EINVAL;
     for (; !result && wr; wr = wr->next) {
-        result = enqueue_send(qp, wr);
+        result = posted < most ? enqueue_send(qp, wr) : ENOMEM;
         if (result)
             break;
-        posted = true;
+        posted++;
     }
     if (result)
         *bad_wr = wr;
