@@ -2,6 +2,7 @@
 
 from glob import glob
 
+import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -20,7 +21,7 @@ DIRECTIVES = {
 # One line on a missing <infiniband/verbs.h>, not the hundred that follow from it.
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wfatal-errors"]
 
-MODULES = ["_errors", "_library", "_view", "_arrays", "_verbs", "_queue"]
+MODULES = ["_errors", "_library", "_memory", "_view", "_arrays", "_verbs", "_queue"]
 
 SOFT = "rdmaview/softverbs"
 
@@ -28,7 +29,7 @@ bindings = [
     Extension(
         f"rdmaview.{name}",
         [f"rdmaview/{name}.pyx"],
-        include_dirs=["include", "rdmaview"],
+        include_dirs=["include", "rdmaview", np.get_include()],
         extra_compile_args=COMPILE_ARGS,
         depends=["include/rdmaview.h", *glob("rdmaview/*.h")],
     )

@@ -5,6 +5,7 @@ from ._arrays import RemoteViewArray, ViewArray
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
+    NotRegisteredError,
     StaleViewError,
     VerbsError,
     WorkCompletionError,
@@ -40,6 +41,7 @@ __all__ = [
     "DeviceNotFoundError",
     "MemoryRegion",
     "MemoryRegionView",
+    "NotRegisteredError",
     "ProtectionDomain",
     "QueuePair",
     "QueuePairInfo",

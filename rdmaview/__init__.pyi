@@ -7,6 +7,7 @@ from ._arrays import RemoteViewArray, ViewArray
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
+    NotRegisteredError,
     StaleViewError,
     VerbsError,
     WorkCompletionError,
@@ -42,6 +43,7 @@ __all__ = [
     "DeviceNotFoundError",
     "MemoryRegion",
     "MemoryRegionView",
+    "NotRegisteredError",
     "ProtectionDomain",
     "QueuePair",
     "QueuePairInfo",

@@ -82,6 +82,10 @@ class StaleViewError(ValueError):
     """The registration of a view was closed."""
 
 
+class NotRegisteredError(LookupError):
+    """No registered segment covers the whole of a range of memory."""
+
+
 class DetachedViewError(ValueError):
     """A view was rebuilt from its values and has no memory to touch."""
 

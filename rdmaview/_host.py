@@ -260,11 +260,32 @@ def routable_gid(table):
     return usable[0] if usable else None
 
 
+DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
+
+
+def device_of(thing):
+    """Name the device that an object's memory is on; None for host memory."""
+    if hasattr(thing, "__cuda_array_interface__") or getattr(thing, "is_cuda", False):
+        return str(getattr(thing, "device", "CUDA"))
+    kind = getattr(getattr(thing, "device", None), "type", None)
+    if isinstance(kind, str) and kind != "cpu":
+        return str(thing.device)
+    if hasattr(thing, "__dlpack_device__") and not isinstance(thing, type):
+        kind, number = thing.__dlpack_device__()
+        if int(kind) not in DLPACK_HOST:
+            return f"DLPack device {int(kind)}:{number}"
+    return None
+
+
 def no_buffer_text(thing):
     """Say why an object can't be registered."""
     text = f"a {type(thing).__name__} has no buffer to register"
-    if hasattr(thing, "__cuda_array_interface__"):
-        return f"{text}: it is device memory, and this registers host memory only"
+    device = device_of(thing)
+    if device is not None:
+        return (
+            f"{text}: it is device memory ({device}), and this registers host memory "
+            "only. Export it as a dma-buf and use ProtectionDomain.reg_dmabuf_mr"
+        )
     if isinstance(thing, int):
         return f"{text}: an address is registered by reg_mr_address(addr, length)"
     return text

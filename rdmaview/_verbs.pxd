@@ -34,15 +34,6 @@ cdef class ProtectionDomain(Handle):
     cdef readonly Context context
 
 
-cdef class HostMemory:
-    cdef Py_buffer buffer
-    cdef bint exported
-    # Of a raw address: what keeps it mapped.
-    cdef object owner
-    # May the exporter or the owner refer to views of these bytes?
-    cdef bint is_cyclic
-
-
 cdef class MemoryRegion(Registration):
     cdef ibv_mr *handle
     # Deallocated after the region is deregistered.

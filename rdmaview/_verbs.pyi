@@ -1,6 +1,6 @@
 # Written by tools/make-stubs from the docstrings: change those, not this.
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, SupportsIndex, final
@@ -9,6 +9,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer, Self, disjoint_base
 
 from ._arrays import ViewArray
+from ._memory import _SupportsDLPack
 from ._queue import CompletionQueue, QueuePair
 from ._view import MemoryRegionView, Registration
 
@@ -48,7 +49,7 @@ class Context(Handle):
 class ProtectionDomain(Handle):
     def reg_mr(
         self,
-        buffer: Buffer | npt.NDArray[Any],
+        buffer: Buffer | npt.NDArray[Any] | _SupportsDLPack,
         access: Access | None = None,
         *,
         iova: SupportsIndex | None = None,
@@ -79,9 +80,6 @@ class ProtectionDomain(Handle):
     def context(self) -> Context: ...
 
 @final
-class HostMemory: ...
-
-@final
 class MemoryRegion(Registration):
     def __len__(self) -> int: ...
     def __getitem__(self, key: slice, /) -> MemoryRegionView: ...
@@ -100,7 +98,15 @@ class MemoryRegion(Registration):
         offsets: SupportsIndex | Sequence[int] | npt.NDArray[Any],
         sizes: SupportsIndex | Sequence[int] | npt.NDArray[Any],
     ) -> ViewArray: ...
-    def view_of(self, array: Buffer | npt.NDArray[Any]) -> MemoryRegionView: ...
+    def view_of(
+        self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack
+    ) -> MemoryRegionView: ...
+    def views_of(
+        self, arrays: Iterable[Buffer | npt.NDArray[Any] | _SupportsDLPack]
+    ) -> ViewArray: ...
+    def runs_of(
+        self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack
+    ) -> ViewArray: ...
     def close(self) -> None: ...
     @property
     def addr(self) -> int: ...

@@ -1,21 +1,13 @@
 """Devices, protection domains and memory regions: ibv_reg_mr and what it needs."""
 
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_ANY_CONTIGUOUS,
-    PyBUF_FULL_RO,
-    PyBUF_WRITABLE,
-    PyBuffer_Release,
-    PyObject_CheckBuffer,
-    PyObject_GetBuffer,
-)
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from libc.errno cimport EBUSY, EINVAL, EOPNOTSUPP
-from libc.stdint cimport UINT64_MAX, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport _SC_PAGESIZE, sysconf, usleep
 
-from ._arrays cimport cut_many
+from ._arrays cimport ViewArray, cut_many, new_view_array, shorten
 from ._errors cimport (
     Process,
     check_process,
@@ -27,6 +19,18 @@ from ._errors cimport (
     this_process,
 )
 from ._library cimport Library
+from ._memory cimport (
+    DIMENSIONS,
+    Extent,
+    HostMemory,
+    Layout,
+    find_extent,
+    find_layout,
+    first_place,
+    hold_address,
+    hold_memory,
+    next_place,
+)
 from ._view cimport (
     CLOSED,
     CLOSING,
@@ -76,10 +80,8 @@ from .libibverbs cimport (
     ibv_port_attr,
 )
 
-import array as _array
 import enum
 import errno
-import mmap
 import os
 import sys
 import warnings
@@ -87,16 +89,8 @@ import weakref
 from collections import namedtuple
 
 from . import _host
-from ._errors import (
-    DetachedViewError,
-    DeviceNotFoundError,
-    StaleViewError,
-    VerbsError,
-)
+from ._errors import DeviceNotFoundError, StaleViewError, VerbsError
 from ._library import open_library
-
-cdef extern from "Python.h":
-    bint PyObject_IS_GC(object thing) noexcept
 
 cdef enum:
     PEER_RIGHTS = (
@@ -738,10 +732,11 @@ cdef class ProtectionDomain(Handle):
 
         Parameters
         ----------
-        buffer : object with a contiguous buffer
+        buffer : object with host memory
             ndarray of any dtype (C or Fortran order), bytearray, bytes, memoryview,
-            array.array, mmap, ctypes array, the buf of a SharedMemory. The bytes
-            are registered in the order in which they lie in memory.
+            array.array, mmap, ctypes array, the buf of a SharedMemory; a tensor of
+            torch on the CPU; what has `__array_interface__`, or `__dlpack__` on the
+            CPU. The bytes are registered in the order in which they lie in memory.
         access : Access, optional
             Default: LOCAL_WRITE for a writable buffer, no right for a read-only
             one. A peer's rights are always asked for by name.
@@ -768,18 +763,8 @@ cdef class ProtectionDomain(Handle):
         cdef HostMemory memory
         cdef int rights = -1 if access is None else parse_access(access)
         check_open(self, "ProtectionDomain")
-        memory = hold_buffer(buffer, rights)
-        if rights < 0:
-            rights = 0 if memory.buffer.readonly else IBV_ACCESS_LOCAL_WRITE
-        return register(
-            self,
-            memory,
-            <uint64_t><uintptr_t>memory.buffer.buf,
-            <uint64_t>memory.buffer.len,
-            rights,
-            iova,
-            memory.buffer.readonly,
-        )
+        memory = hold_memory(buffer)
+        return register(self, memory, fitting_rights(memory, rights, buffer), iova)
 
     def reg_mr_address(
         self, addr, length, access=IBV_ACCESS_LOCAL_WRITE, *, iova=None, owner=None
@@ -821,12 +806,10 @@ cdef class ProtectionDomain(Handle):
                 f"addr and length must be from 0 to 2**64 - 1: "
                 f"{number_text(addr)}, {number_text(length)}"
             )
-        memory = HostMemory.__new__(HostMemory)
-        memory.owner = owner
-        memory.is_cyclic = may_hold_views(owner)
-        return register(
-            self, memory, address, size, rights, iova, not rights & IBV_ACCESS_LOCAL_WRITE
+        memory = hold_address(
+            address, size, not rights & IBV_ACCESS_LOCAL_WRITE, owner
         )
+        return register(self, memory, rights, iova)
 
     def create_qp(
         self,
@@ -903,19 +886,6 @@ cdef class ProtectionDomain(Handle):
         if error:
             raise_verbs_error(error, "ibv_dealloc_pd", self.context.name)
         self.context.children -= 1
-
-
-@cython.final
-@cython.no_gc_clear
-cdef class HostMemory:
-    """Keeps the bytes of a registration alive, for it and for arrays of its views."""
-
-    def __init__(self):
-        raise TypeError("HostMemory is made by ProtectionDomain.reg_mr")
-
-    def __dealloc__(self):
-        if self.exported:
-            PyBuffer_Release(&self.buffer)
 
 
 @cython.final
@@ -1053,7 +1023,7 @@ cdef class MemoryRegion(Registration):
 
         Parameters
         ----------
-        array : object with a contiguous buffer
+        array : object with host memory
             Its own first byte and size count, not those of its base.
 
         Returns
@@ -1069,16 +1039,79 @@ cdef class MemoryRegion(Registration):
         StaleViewError
             The region is closed.
         """
-        cdef HostMemory memory = hold_buffer(array, 0)
-        cdef uint64_t address = <uint64_t><uintptr_t>memory.buffer.buf
-        cdef uint64_t size = <uint64_t>memory.buffer.len
-        cdef uint64_t offset = address - self.whole.virtual_addr
-        if not rdmaview_within(self.whole.size, offset, size):
-            raise ValueError(
-                f"the array of {size} bytes at {address:#x} is not inside the region of "
-                f"{self.whole.size} bytes at {self.whole.virtual_addr:#x}"
-            )
-        return cut(self, offset, size)
+        cdef Extent extent
+        find_extent(array, &extent)
+        check_inside(self, extent.address, extent.size, "the array")
+        return cut(self, extent.address - self.whole.virtual_addr, extent.size)
+
+    def views_of(self, arrays):
+        """The views of many arrays that lie in the region.
+
+        Parameters
+        ----------
+        arrays : iterable of objects with host memory
+            As in `view_of`.
+
+        Returns
+        -------
+        ViewArray
+            One view for each, in their order.
+
+        Raises
+        ------
+        ValueError
+            One of them is not inside the region; the text says which.
+        BufferError
+            One of them is not contiguous.
+        StaleViewError
+            The region is closed.
+        """
+        cdef list items = list(arrays)
+        cdef ViewArray views = new_view_array(len(items), (self,))
+        cdef Extent extent
+        cdef Py_ssize_t i
+        check_cuttable(self)
+        for i in range(views.count):
+            find_extent(items[i], &extent)
+            if not rdmaview_slice(
+                &self.whole,
+                extent.address - self.whole.virtual_addr,
+                extent.size,
+                <rdmaview_view *>views.start + i,
+            ):
+                check_inside(self, extent.address, extent.size, f"array {i},")
+        return views
+
+    def runs_of(self, array):
+        """The views of an array that lies in the region in pieces.
+
+        Parameters
+        ----------
+        array : object with host memory
+            It may be strided, reversed or broadcast, of any number of dimensions.
+
+        Returns
+        -------
+        ViewArray
+            One view for each run of bytes in C order, adjacent runs joined: their
+            bytes one after the other are ``array.tobytes()``. None if it is empty.
+
+        Raises
+        ------
+        ValueError
+            A part of it is not inside the region.
+        StaleViewError
+            The region is closed.
+        """
+        cdef Layout layout
+        cdef ViewArray views
+        find_layout(array, &layout)
+        check_cuttable(self)
+        if layout.count:
+            check_inside(self, layout.low, layout.span, "the array")
+        views = new_view_array(layout.count, (self,))
+        shorten(views, cut_runs(&self.whole, &layout, <rdmaview_view *>views.start))
+        return views
 
     def close(self):
         """Deregister; a second call does nothing. All views become stale at once.
@@ -1146,15 +1179,23 @@ cdef class MemoryRegion(Registration):
         return self.state == CLOSED
 
 
+cdef int fitting_rights(HostMemory memory, int rights, object buffer) except -1:
+    """Check that memory allows the rights; -1 stands for those that it allows."""
+    if rights < 0:
+        return 0 if memory.readonly else IBV_ACCESS_LOCAL_WRITE
+    if memory.readonly and rights & WRITE_RIGHTS:
+        raise BufferError(
+            f"the buffer of this {type(buffer).__name__} is read-only, so it can't be "
+            f"registered with {rights_text(rights)}"
+        )
+    return rights
+
+
 cdef MemoryRegion register(
-    ProtectionDomain pd,
-    HostMemory memory,
-    uint64_t address,
-    uint64_t size,
-    int rights,
-    object iova,
-    bint readonly,
+    ProtectionDomain pd, HostMemory memory, int rights, object iova
 ):
+    cdef uint64_t address = memory.address
+    cdef uint64_t size = memory.size
     cdef Context context = pd.context
     cdef Library library = context.library
     cdef MemoryRegion mr = MemoryRegion.__new__(MemoryRegion)
@@ -1201,7 +1242,7 @@ cdef MemoryRegion register(
     mr.pd = pd
     mr.memory = memory
     mr.is_cyclic = memory.is_cyclic
-    mr.readonly = readonly
+    mr.readonly = memory.readonly
     mr.rights = rights
     mr.process = pd.process
     mr.whole.virtual_addr = address
@@ -1265,98 +1306,36 @@ cdef uint64_t check_registration(
     return rdma_addr
 
 
-cdef object MMAP = mmap.mmap
-cdef object ARRAY = _array.array
-
-
-cdef inline bint is_plain(object buffer) noexcept:
-    """Nearly every buffer but an ndarray is one of these, and they refer to nothing."""
-    cdef object kind = type(buffer)
-    return kind is bytearray or kind is bytes or kind is MMAP or kind is ARRAY
-
-
-cdef bint may_hold_views(object owner) except -1:
-    """Could the owner of memory refer to a view of it, so that the collector sees it?"""
-    while type(owner) is memoryview:
-        owner = owner.obj
-    # The collector looks into some of the plain ones, but only for their type.
-    return PyObject_IS_GC(owner) and not is_plain(owner)
-
-
-cdef HostMemory hold_buffer(object buffer, int rights):
-    """Export the buffer of an object; rights of -1 take what it can give."""
-    cdef HostMemory memory = HostMemory.__new__(HostMemory)
-    cdef bint writable = rights < 0 or rights & WRITE_RIGHTS
-    if not PyObject_CheckBuffer(buffer):
-        raise TypeError(_host.no_buffer_text(buffer))
-    try:
-        PyObject_GetBuffer(
-            buffer,
-            &memory.buffer,
-            PyBUF_ANY_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0),
-        )
-    except (DetachedViewError, StaleViewError):
-        raise
-    except (BufferError, ValueError) as refusal:
-        hold_other_buffer(memory, buffer, rights, refusal)
-    memory.exported = True
-    if not is_plain(buffer):
-        check_items(buffer)
-        memory.is_cyclic = may_hold_views(memory.buffer.obj)
-    return memory
-
-
-cdef int check_items(object buffer) except -1:
-    """Refuse memory that is a device's, or holds references to Python objects."""
-    if hasattr(buffer, "__cuda_array_interface__"):
-        raise TypeError(_host.no_buffer_text(buffer))
-    dtype = getattr(buffer, "dtype", None)
-    holds_objects = (
-        "O" in buffer.format
-        if isinstance(buffer, memoryview)
-        else getattr(dtype, "hasobject", False)
-    )
-    if holds_objects:
-        raise TypeError(
-            f"this {type(buffer).__name__} holds references to Python objects (dtype "
-            f"{dtype}), which are no bytes to move"
+cdef int check_inside(
+    MemoryRegion mr, uint64_t address, uint64_t size, str what
+) except -1:
+    if not rdmaview_within(mr.whole.size, address - mr.whole.virtual_addr, size):
+        raise ValueError(
+            f"{what} of {size} bytes at {address:#x} is not inside the region of "
+            f"{mr.whole.size} bytes at {mr.whole.virtual_addr:#x}"
         )
     return 0
 
 
-cdef int hold_other_buffer(
-    HostMemory memory, object buffer, int rights, object refusal
-) except -1:
-    """Take a buffer that is not both contiguous and writable, or say what is wrong."""
-    cdef Py_buffer whole
-    try:
-        PyObject_GetBuffer(buffer, &memory.buffer, PyBUF_ANY_CONTIGUOUS)
-    except (BufferError, ValueError):
-        pass
-    else:
-        if rights < 0:
-            return 0
-        PyBuffer_Release(&memory.buffer)
-        raise BufferError(
-            f"the buffer of this {type(buffer).__name__} is read-only, so it can't be "
-            f"registered with {rights_text(rights)} ({refusal})"
-        ) from None
-    try:
-        PyObject_GetBuffer(buffer, &whole, PyBUF_FULL_RO)
-    except (BufferError, ValueError):
-        raise BufferError(
-            f"this {type(buffer).__name__} gives no contiguous buffer: {refusal}"
-        ) from None
-    shape = tuple([whole.shape[i] for i in range(whole.ndim)])
-    strides = tuple([whole.strides[i] for i in range(whole.ndim)])
-    PyBuffer_Release(&whole)
-    if 0 in shape:
-        raise ValueError(f"zero bytes can't be registered (shape {shape})") from None
-    raise BufferError(
-        f"the buffer is not contiguous: shape {shape}, strides {strides}. Register its "
-        "base and cut views from that, or register a copy made by "
-        "numpy.ascontiguousarray"
-    ) from None
+cdef Py_ssize_t cut_runs(
+    const rdmaview_view *whole, const Layout *layout, rdmaview_view *views
+) noexcept:
+    """Cut what is inside a region; return the number of runs that are left, joined."""
+    cdef int64_t place[DIMENSIONS]
+    cdef uint64_t address
+    cdef uint64_t i
+    cdef Py_ssize_t count = 0
+    first_place(layout, place)
+    for i in range(layout.count):
+        address = next_place(layout, place)
+        if count and views[count - 1].virtual_addr + views[count - 1].size == address:
+            views[count - 1].size += layout.piece
+        else:
+            rdmaview_slice(
+                whole, address - whole.virtual_addr, layout.piece, &views[count]
+            )
+            count += 1
+    return count
 
 
 cdef int check_cuttable(MemoryRegion mr) except -1:

@@ -24,6 +24,7 @@ ROOMS = [
     "_verbs",
     "_arrays",
     "_view",
+    "_memory",
     "_errors",
     "_host",
     "_library",
@@ -106,6 +107,7 @@ def test_a_room_has_declarations_and_stubs(path):
     [
         "_errors",
         "_library",
+        "_memory",
         "_view",
         "_arrays",
         "_verbs",

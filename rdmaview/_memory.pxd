@@ -1,0 +1,48 @@
+from libc.stdint cimport int64_t, uint64_t
+
+
+# Where bytes lie in one piece.
+cdef struct Extent:
+    uint64_t address
+    uint64_t size
+    bint readonly
+
+
+cdef enum:
+    # NumPy 2 allows as many.
+    DIMENSIONS = 64
+
+
+# Where bytes lie in pieces of one size: `piece` bytes at each of shape[0] * ... places.
+cdef struct Layout:
+    uint64_t address
+    uint64_t piece
+    int dimensions
+    int64_t shape[DIMENSIONS]
+    int64_t strides[DIMENSIONS]
+    # Of pieces; 0 if there are no bytes.
+    uint64_t count
+    # The lowest byte, and bytes from it to the end of the highest.
+    uint64_t low
+    uint64_t span
+
+
+cdef class HostMemory:
+    cdef uint64_t address
+    cdef uint64_t size
+    cdef bint readonly
+    cdef Py_buffer buffer
+    cdef bint exported
+    # Where nothing is exported: what keeps the bytes where they are.
+    cdef object owner
+    # May the exporter or the owner refer to views of these bytes?
+    cdef bint is_cyclic
+
+
+cdef HostMemory hold_memory(object x)
+cdef HostMemory hold_address(uint64_t address, uint64_t size, bint readonly, object owner)
+cdef int find_extent(object x, Extent *extent) except -1
+cdef int find_layout(object x, Layout *layout) except -1
+cdef void first_place(const Layout *layout, int64_t *place) noexcept nogil
+cdef uint64_t next_place(const Layout *layout, int64_t *place) noexcept nogil
+cdef object memory_owner(object x)

@@ -1,0 +1,9 @@
+# Written by tools/make-stubs from the docstrings: change those, not this.
+
+from typing import Any, Protocol, final
+
+@final
+class HostMemory: ...
+
+class _SupportsDLPack(Protocol):
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
