@@ -21,7 +21,16 @@ DIRECTIVES = {
 # One line on a missing <infiniband/verbs.h>, not the hundred that follow from it.
 COMPILE_ARGS = ["-std=gnu11", "-O3", "-Wfatal-errors"]
 
-MODULES = ["_errors", "_library", "_memory", "_view", "_arrays", "_verbs", "_queue"]
+MODULES = [
+    "_errors",
+    "_library",
+    "_memory",
+    "_view",
+    "_arrays",
+    "_verbs",
+    "_queue",
+    "_segments",
+]
 
 SOFT = "rdmaview/softverbs"
 

@@ -31,6 +31,7 @@ from ._verbs import (
     open,
 )
 from ._view import MemoryRegionView, RemoteView
+from .segments import Segment, SegmentTable, SyncReport
 
 __all__ = [
     "REMOTE_DTYPE",
@@ -50,8 +51,11 @@ __all__ = [
     "QueuePairState",
     "RemoteView",
     "RemoteViewArray",
+    "Segment",
+    "SegmentTable",
     "StaleViewError",
     "Status",
+    "SyncReport",
     "VerbsError",
     "ViewArray",
     "WorkCompletion",

@@ -2,7 +2,8 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from ._errors cimport Process
 from ._library cimport Library
-from ._view cimport Registration, State
+from ._memory cimport Layout
+from ._view cimport Registration, State, rdmaview_view
 from .libibverbs cimport ibv_context, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr
 
 
@@ -41,6 +42,7 @@ cdef class MemoryRegion(Registration):
     cdef int rights
     # Work requests in flight that use this memory.
     cdef Py_ssize_t pins
+    cdef object __weakref__
 
 
 cdef int check_open(Handle handle, str what) except -1
@@ -49,5 +51,11 @@ cdef int begin_close(
     State *state, Process process, Py_ssize_t *children, str verb, str what
 ) except -1
 cdef int read_port(Context context, uint8_t port, ibv_port_attr *attributes) except -1
+cdef int check_cuttable(MemoryRegion mr) except -1
+cdef Py_ssize_t cut_runs(
+    const rdmaview_view *whole, const Layout *layout, rdmaview_view *views
+) noexcept
+cdef int end_block(object handle, object kind) except -1
+cdef str rights_text(int rights)
 cdef int parse_access(object access) except -1
 cdef int report_lost(int error, str verb, str what) except -1

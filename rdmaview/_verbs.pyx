@@ -1323,10 +1323,9 @@ cdef Py_ssize_t cut_runs(
     """Cut what is inside a region; return the number of runs that are left, joined."""
     cdef int64_t place[DIMENSIONS]
     cdef uint64_t address
-    cdef uint64_t i
     cdef Py_ssize_t count = 0
     first_place(layout, place)
-    for i in range(layout.count):
+    for _ in range(layout.count):
         address = next_place(layout, place)
         if count and views[count - 1].virtual_addr + views[count - 1].size == address:
             views[count - 1].size += layout.piece

@@ -12,17 +12,12 @@
 
 #include <stdlib.h>
 #include "rdmaview.h"
-
-#ifdef __x86_64__
-#include <emmintrin.h>
-#endif
+#include "stream.h"
 
 #define BLOCK_ALIGNMENT 64
 /* Smaller ones cost malloc little; larger ones are too much to sit on. */
 #define SPARE_LEAST ((size_t)1 << 20)
 #define SPARE_MOST ((size_t)64 << 20)
-/* Fewer views than these stay in the cache, where the next to use them finds them. */
-#define STREAM_LEAST ((size_t)1 << 15)
 
 /* With the GIL held, as all that takes and gives. */
 static void *spare_block;
@@ -61,33 +56,12 @@ static inline void give_block(void *block, size_t size)
 	free(block);
 }
 
-/* Words of 8 bytes that are written once and not read soon. */
-static inline void stream_words(void *at, const uint64_t *words, int count)
-{
-#ifdef __x86_64__
-	int i;
-
-	for (i = 0; i < count; i++)
-		_mm_stream_si64((long long *)at + i, (long long)words[i]);
-#else
-	memcpy(at, words, count * sizeof(*words));
-#endif
-}
-
-static inline void end_streaming(void)
-{
-#ifdef __x86_64__
-	_mm_sfence();
-#endif
-}
-
 /* As rdmaview_slice_many. */
 static inline size_t cut_slices(const rdmaview_view *whole,
 				const uint64_t *offsets, ptrdiff_t offset_step,
 				const uint64_t *sizes, ptrdiff_t size_step,
 				size_t count, rdmaview_view *views)
 {
-	uint64_t words[5];
 	size_t i;
 
 	if (count < STREAM_LEAST)
@@ -98,8 +72,7 @@ static inline size_t cut_slices(const rdmaview_view *whole,
 
 		if (!rdmaview_slice(whole, *offsets, *sizes, &view))
 			break;
-		memcpy(words, &view, sizeof(view));
-		stream_words(&views[i], words, 5);
+		stream_view(&views[i], &view);
 		offsets += offset_step;
 		sizes += size_step;
 	}

@@ -19,6 +19,7 @@ ROOMS = [
     "__init__",
     "cli",
     "segments",
+    "_segments",
     "softverbs",
     "_queue",
     "_verbs",
@@ -112,6 +113,7 @@ def test_a_room_has_declarations_and_stubs(path):
         "_arrays",
         "_verbs",
         "_queue",
+        "_segments",
         "softverbs/_softverbs",
     ],
 )
