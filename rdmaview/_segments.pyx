@@ -251,13 +251,22 @@ cdef int check_all_cuttable(object regions) except -1:
 
 cdef int attach(ViewArray views, PieceList pieces, const unsigned char *used) except -1:
     """Let an array hold the regions that it was cut from."""
+    cdef list regions = []
+    cdef MemoryRegion mr
+    cdef uint64_t last = 0
+    cdef bint is_sorted = True
     cdef size_t i
-    cdef set regions = set()
     for i in range(pieces.list.count):
         if used[i]:
-            regions.add(registration_at(pieces, i))
-    check_all_cuttable(regions)
-    views.registrations = sort_registrations(regions)
+            mr = <MemoryRegion>registration_at(pieces, i)
+            check_cuttable(mr)
+            is_sorted = is_sorted and mr.whole.id > last
+            last = mr.whole.id
+            regions.append(mr)
+    # Mostly they are: a scanner lists segments by address, and so they are registered.
+    views.registrations = (
+        tuple(regions) if is_sorted else sort_registrations(set(regions))
+    )
     return 0
 
 

@@ -103,11 +103,12 @@ cdef enum State:
 cdef class Registration:
     # May what owns the memory refer back to a view? view_type.h reads this, as the first.
     cdef bint is_cyclic
+    # Beside it: a look-up among many registrations finds neither in the cache.
+    cdef State state
     cdef rdmaview_view whole
     # The exporter of arrays: keeps the bytes, but not the registration, alive.
     cdef object memory
     cdef bint readonly
-    cdef State state
     cdef Process process
 
 
