@@ -30,6 +30,7 @@ MODULES = [
     "_verbs",
     "_queue",
     "_segments",
+    "_cache",
 ]
 
 SOFT = "rdmaview/softverbs"

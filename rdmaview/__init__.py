@@ -2,6 +2,7 @@
 
 from . import _arrays, softverbs
 from ._arrays import RemoteViewArray, ViewArray
+from ._cache import RegistrationCache
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
@@ -47,6 +48,7 @@ __all__ = [
     "QueuePair",
     "QueuePairInfo",
     "QueuePairState",
+    "RegistrationCache",
     "RemoteView",
     "RemoteViewArray",
     "Segment",

@@ -4,6 +4,7 @@ import numpy as np
 
 from . import softverbs
 from ._arrays import RemoteViewArray, ViewArray
+from ._cache import RegistrationCache
 from ._errors import (
     DetachedViewError,
     DeviceNotFoundError,
@@ -49,6 +50,7 @@ __all__ = [
     "QueuePair",
     "QueuePairInfo",
     "QueuePairState",
+    "RegistrationCache",
     "RemoteView",
     "RemoteViewArray",
     "Segment",

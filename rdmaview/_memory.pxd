@@ -46,3 +46,6 @@ cdef int find_layout(object x, Layout *layout) except -1
 cdef void first_place(const Layout *layout, int64_t *place) noexcept nogil
 cdef uint64_t next_place(const Layout *layout, int64_t *place) noexcept nogil
 cdef object memory_owner(object x)
+# Of an owner: all of its memory.
+cdef int find_whole(object owner, Extent *extent) except -1
+cdef HostMemory hold_owner(object owner, const Extent *extent)

@@ -296,3 +296,31 @@ cdef object memory_owner(object x):
     if not PyObject_CheckBuffer(x) and is_tensor(x):
         return x.untyped_storage()
     return x
+
+
+cdef int find_whole(object owner, Extent *extent) except -1:
+    """Tell where all the memory of an owner lies, in however many pieces."""
+    cdef Layout layout
+    if is_ndarray(owner):
+        if read_ndarray(owner, &extent.address, &extent.size, &extent.readonly):
+            return 0
+        find_layout(owner, &layout)
+        extent.address = layout.low
+        extent.size = layout.span
+        extent.readonly = not owner.flags.writeable
+        return 0
+    if not PyObject_CheckBuffer(owner) and hasattr(owner, "nbytes"):
+        if hasattr(owner, "data_ptr"):
+            extent.address = owner.data_ptr()
+            extent.size = owner.nbytes()
+            extent.readonly = False
+            return 0
+    return find_extent(owner, extent)
+
+
+cdef HostMemory hold_owner(object owner, const Extent *extent):
+    """Hold all the memory of an owner where it was found."""
+    # A reference is enough to keep NumPy from moving it.
+    if is_ndarray(owner) or not PyObject_CheckBuffer(owner):
+        return hold_address(extent.address, extent.size, extent.readonly, owner)
+    return hold_memory(owner)

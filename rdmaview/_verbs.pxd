@@ -2,7 +2,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from ._errors cimport Process
 from ._library cimport Library
-from ._memory cimport Layout
+from ._memory cimport HostMemory, Layout
 from ._view cimport Registration, State, rdmaview_view
 from .libibverbs cimport ibv_context, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr
 
@@ -35,6 +35,11 @@ cdef class ProtectionDomain(Handle):
     cdef readonly Context context
 
 
+# Who lends a registration out, and gets it back when no view holds it any more.
+cdef class Lender:
+    cdef int take_back(self) except -1
+
+
 cdef class MemoryRegion(Registration):
     cdef ibv_mr *handle
     # Deallocated after the region is deregistered.
@@ -42,6 +47,8 @@ cdef class MemoryRegion(Registration):
     cdef int rights
     # Work requests in flight that use this memory.
     cdef Py_ssize_t pins
+    # None if the registration is its own, and ends with it.
+    cdef Lender lender
     cdef object __weakref__
 
 
@@ -51,6 +58,11 @@ cdef int begin_close(
     State *state, Process process, Py_ssize_t *children, str verb, str what
 ) except -1
 cdef int read_port(Context context, uint8_t port, ibv_port_attr *attributes) except -1
+cdef int fitting_rights(HostMemory memory, int rights, object buffer) except -1
+cdef MemoryRegion register(
+    ProtectionDomain pd, HostMemory memory, int rights, object iova
+)
+cdef MemoryRegion lend(MemoryRegion mr, HostMemory memory, Lender lender)
 cdef int check_cuttable(MemoryRegion mr) except -1
 cdef Py_ssize_t cut_runs(
     const rdmaview_view *whole, const Layout *layout, rdmaview_view *views

@@ -79,6 +79,9 @@ class ProtectionDomain(Handle):
     @property
     def context(self) -> Context: ...
 
+@disjoint_base
+class Lender: ...
+
 @final
 class MemoryRegion(Registration):
     def __len__(self) -> int: ...

@@ -888,6 +888,16 @@ cdef class ProtectionDomain(Handle):
         self.context.children -= 1
 
 
+cdef class Lender:
+    """Lends a registration to the holders of views."""
+
+    def __init__(self):
+        raise TypeError("a Lender is a part of RegistrationCache")
+
+    cdef int take_back(self) except -1:
+        return 0
+
+
 @cython.final
 @cython.no_gc_clear
 cdef class MemoryRegion(Registration):
@@ -908,6 +918,10 @@ cdef class MemoryRegion(Registration):
     # has let go of it, but the collector calls every __del__ before it breaks a cycle.
     def __del__(self):
         cdef int error
+        if self.lender is not None:
+            self.state = CLOSED
+            self.lender.take_back()
+            return
         if self.state != OPEN or self.pins or not is_this_process(self.process):
             return
         self.state = CLOSING
@@ -1121,8 +1135,12 @@ cdef class MemoryRegion(Registration):
         VerbsError
             EBUSY: work in flight uses the memory. Or ibv_dereg_mr failed. The
             region is as it was, and closing can be tried again.
+        ValueError
+            It is a RegistrationCache's, which has to close it.
         """
         cdef int error
+        if self.lender is not None:
+            raise ValueError(f"{self!r} is a RegistrationCache's: close that")
         if not begin_close(
             &self.state, self.process, &self.pins, "ibv_dereg_mr", "the memory region"
         ):
@@ -1265,6 +1283,22 @@ cdef int count_out(MemoryRegion mr) except -1:
 
 
 cdef long PAGE_SIZE = sysconf(_SC_PAGESIZE)
+
+
+cdef MemoryRegion lend(MemoryRegion mr, HostMemory memory, Lender lender):
+    """The same registration for views to hold, together with its memory."""
+    cdef MemoryRegion lent = MemoryRegion.__new__(MemoryRegion)
+    lent.handle = mr.handle
+    lent.pd = mr.pd
+    lent.memory = memory
+    lent.is_cyclic = memory.is_cyclic
+    lent.readonly = mr.readonly
+    lent.rights = mr.rights
+    lent.process = mr.process
+    lent.whole = mr.whole
+    lent.lender = lender
+    lent.state = OPEN
+    return lent
 
 
 cdef uint64_t check_registration(

@@ -18,6 +18,7 @@ ROOMS = [
     "__main__",
     "__init__",
     "cli",
+    "_cache",
     "segments",
     "_segments",
     "softverbs",
@@ -114,6 +115,7 @@ def test_a_room_has_declarations_and_stubs(path):
         "_verbs",
         "_queue",
         "_segments",
+        "_cache",
         "softverbs/_softverbs",
     ],
 )
