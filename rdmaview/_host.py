@@ -494,3 +494,46 @@ def status_hint(status, opcode, gid):
     if status == "RETRY_EXC_ERR":
         return f"{hint} Sent from {gid}"
     return hint
+
+
+def meminfo(name):
+    """Read a number of /proc/meminfo; None if it isn't there."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                found, _, rest = line.partition(":")
+                if found == name:
+                    return int(rest.split()[0])
+    except OSError:
+        pass
+    return None
+
+
+def huge_page_size():
+    """Bytes of a huge page of the default size."""
+    return (meminfo("Hugepagesize") or 2048) * 1024
+
+
+def huge_page_text():
+    """Say how many huge pages there are, and how to get more."""
+    free, total = meminfo("HugePages_Free"), meminfo("HugePages_Total")
+    return (
+        f"{free} of {total} huge pages of {huge_page_size()} bytes are free. Reserve "
+        "more (as root: sysctl vm.nr_hugepages=N), or use huge_pages=False"
+    )
+
+
+def numa_nodes():
+    """List the NUMA nodes of this machine."""
+    try:
+        names = os.listdir("/sys/devices/system/node")
+    except OSError:
+        return []
+    return sorted(
+        int(name[4:]) for name in names if name[:4] == "node" and name[4:].isdigit()
+    )
+
+
+def no_node_text(node):
+    """Say which NUMA nodes there are instead."""
+    return f"this machine has no NUMA node {node}: it has {numa_nodes() or 'none'}"

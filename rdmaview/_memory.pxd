@@ -49,3 +49,4 @@ cdef object memory_owner(object x)
 # Of an owner: all of its memory.
 cdef int find_whole(object owner, Extent *extent) except -1
 cdef HostMemory hold_owner(object owner, const Extent *extent)
+cdef HostMemory allocate(uint64_t size, bint huge_pages, int numa_node, int fd)

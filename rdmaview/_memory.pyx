@@ -12,7 +12,19 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.errno cimport errno
+from libc.stdint cimport UINT64_MAX, int64_t, uint64_t, uintptr_t
+from libc.string cimport strerror
+from posix.mman cimport (
+    MAP_ANONYMOUS,
+    MAP_FAILED,
+    MAP_PRIVATE,
+    MAP_SHARED,
+    PROT_READ,
+    PROT_WRITE,
+    mmap as map_memory,
+    munmap as unmap_memory,
+)
 
 import array as _array
 import mmap
@@ -22,6 +34,17 @@ from ._errors import DetachedViewError, StaleViewError
 
 cdef extern from "Python.h":
     bint PyObject_IS_GC(object thing) noexcept
+
+cdef extern from "<sys/mman.h>":
+    int MAP_HUGETLB
+
+cdef extern from "<sys/syscall.h>":
+    long SYS_mbind
+    long syscall(long number, ...)
+
+cdef extern from "<linux/mempolicy.h>":
+    int MPOL_BIND
+    int MPOL_MF_STRICT
 
 cdef extern from "ndarray.h":
     bint is_ndarray(object x) noexcept
@@ -324,3 +347,77 @@ cdef HostMemory hold_owner(object owner, const Extent *extent):
     if is_ndarray(owner) or not PyObject_CheckBuffer(owner):
         return hold_address(extent.address, extent.size, extent.readonly, owner)
     return hold_memory(owner)
+
+
+@cython.final
+@cython.no_gc
+cdef class Mapping:
+    """Pages of this process, unmapped when nothing holds them any more."""
+
+    cdef void *start
+    cdef uint64_t size
+
+    def __dealloc__(self):
+        if self.start != NULL:
+            unmap_memory(self.start, self.size)
+
+
+cdef HostMemory allocate(uint64_t size, bint huge_pages, int numa_node, int fd):
+    """Map pages of their own, on one node, and of one file, if these aren't -1."""
+    cdef Mapping mapping = Mapping.__new__(Mapping)
+    cdef uint64_t page = _host.huge_page_size() if huge_pages else mmap.PAGESIZE
+    cdef int flags = MAP_SHARED if fd >= 0 else MAP_PRIVATE | MAP_ANONYMOUS
+    cdef void *start
+    if size == 0 or size > UINT64_MAX // 2:
+        raise ValueError(f"{size} bytes can't be allocated")
+    if huge_pages and fd < 0:
+        flags |= MAP_HUGETLB
+    mapping.size = (size + page - 1) // page * page
+    start = map_memory(NULL, mapping.size, PROT_READ | PROT_WRITE, flags, fd, 0)
+    if start == MAP_FAILED:
+        raise allocation_error(size, huge_pages, fd)
+    mapping.start = start
+    if numa_node >= 0:
+        bind_pages(mapping, numa_node)
+    return hold_address(<uint64_t><uintptr_t>start, size, False, mapping)
+
+
+cdef object allocation_error(uint64_t size, bint huge_pages, int fd):
+    cdef int error = errno
+    hint = ""
+    if huge_pages:
+        hint = f": {_host.huge_page_text()}"
+    elif fd >= 0:
+        hint = f": is descriptor {fd} a file or memfd, open for reading and writing?"
+    return OSError(
+        error, f"mmap of {size} bytes: {strerror(error).decode()}{hint}"
+    )
+
+
+cdef int bind_pages(Mapping mapping, int node) except -1:
+    """Have pages come from one node, which they do when they are first touched."""
+    cdef unsigned long mask[16]
+    cdef int bits = 8 * sizeof(unsigned long)
+    cdef int i
+    cdef int error
+    for i in range(16):
+        mask[i] = 0
+    if node >= 16 * bits:
+        raise ValueError(_host.no_node_text(node))
+    mask[node // bits] = <unsigned long>1 << (node % bits)
+    if syscall(
+        SYS_mbind,
+        mapping.start,
+        mapping.size,
+        MPOL_BIND,
+        mask,
+        <unsigned long>(16 * bits + 1),
+        MPOL_MF_STRICT,
+    ):
+        error = errno
+        raise OSError(
+            error,
+            f"mbind of {mapping.size} bytes to NUMA node {node}: "
+            f"{strerror(error).decode()}",
+        )
+    return 0

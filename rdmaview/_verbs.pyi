@@ -63,6 +63,15 @@ class ProtectionDomain(Handle):
         iova: SupportsIndex | None = None,
         owner: object | None = None,
     ) -> MemoryRegion: ...
+    def alloc_mr(
+        self,
+        size: SupportsIndex,
+        access: Access | None = None,
+        huge_pages: bool = False,
+        numa_node: SupportsIndex | None = None,
+        *,
+        fd: SupportsIndex | None = None,
+    ) -> MemoryRegion: ...
     def create_qp(
         self,
         cq: CompletionQueue,

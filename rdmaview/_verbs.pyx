@@ -24,6 +24,7 @@ from ._memory cimport (
     Extent,
     HostMemory,
     Layout,
+    allocate,
     find_extent,
     find_layout,
     first_place,
@@ -82,6 +83,7 @@ from .libibverbs cimport (
 
 import enum
 import errno
+import operator
 import os
 import sys
 import warnings
@@ -810,6 +812,69 @@ cdef class ProtectionDomain(Handle):
             address, size, not rights & IBV_ACCESS_LOCAL_WRITE, owner
         )
         return register(self, memory, rights, iova)
+
+    def alloc_mr(
+        self, size, access=None, huge_pages=False, numa_node=None, *, fd=None
+    ):
+        """Allocate memory, and register it as one region.
+
+        It begins at a page, and shares none with other memory; it reads as zeros. It is
+        freed when the region is closed and no view or array of it is left: ``mr[:].array()``
+        is all of it.
+
+        Parameters
+        ----------
+        size : integer
+            Bytes.
+        access : Access, optional
+            Default: LOCAL_WRITE.
+        huge_pages : bool, default False
+            Take huge pages of the default size, which must be reserved: see
+            /proc/sys/vm/nr_hugepages. It never falls back to others.
+        numa_node : integer, optional
+            Take pages of this node only; see mbind(2). Default: as the process does.
+        fd : integer, optional
+            Map this file from its start: a memfd, or one in /dev/shm. Other processes
+            that map it share the memory. It must have `size` bytes, and may be closed
+            afterwards. With `huge_pages` it is one of huge pages. Default: private
+            memory.
+
+        Returns
+        -------
+        MemoryRegion
+
+        Raises
+        ------
+        ValueError
+            `size` is 0 or over the device's max_mr_size; the node does not exist; the
+            file is too short.
+        OSError
+            No memory, or no huge pages; the text says how many are free.
+        VerbsError
+            As in `reg_mr`.
+        """
+        cdef uint64_t length
+        cdef int rights = IBV_ACCESS_LOCAL_WRITE if access is None else parse_access(access)
+        cdef int node = -1
+        cdef int file = -1
+        check_open(self, "ProtectionDomain")
+        if parse_u64(size, "size", &length):
+            raise ValueError(f"size must be 1 to 2**63 - 1, not {number_text(size)}")
+        if length > self.context.limits.max_mr_size:
+            raise ValueError(
+                f"{length} bytes are over max_mr_size {self.context.limits.max_mr_size} of "
+                f"{self.context.name}"
+            )
+        if numa_node is not None:
+            if operator.index(numa_node) not in _host.numa_nodes():
+                raise ValueError(_host.no_node_text(numa_node))
+            node = numa_node
+        if fd is not None:
+            file = operator.index(fd)
+            found = os.fstat(file).st_size
+            if found < length:
+                raise ValueError(f"the file of descriptor {fd} has {found} bytes, not {size}")
+        return register(self, allocate(length, bool(huge_pages), node, file), rights, None)
 
     def create_qp(
         self,
