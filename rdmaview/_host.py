@@ -509,6 +509,23 @@ def meminfo(name):
     return None
 
 
+def explain_dmabuf(error, device):
+    """Say what to do about a dma-buf that could not be registered."""
+    if error in (errno.EOPNOTSUPP, errno.ENOSYS):
+        return (
+            f"{device} or its driver takes no dma-bufs (Linux 5.12 or newer and mlx5, "
+            "irdma or efa do). Copy the bytes through host memory"
+        )
+    if error == errno.EBADF:
+        return "The descriptor is not open"
+    if error == errno.EINVAL:
+        return (
+            "Is the descriptor one of a dma-buf, and offset plus length inside it? "
+            "Export the whole allocation, page-aligned, and give the part by offset"
+        )
+    return "See dmesg"
+
+
 def huge_page_size():
     """Bytes of a huge page of the default size."""
     return (meminfo("Hugepagesize") or 2048) * 1024

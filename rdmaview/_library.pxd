@@ -44,6 +44,9 @@ cdef struct VerbsTable:
     ibv_mr *(*reg_mr_iova2)(
         ibv_pd *, void *, size_t, uint64_t, unsigned int
     ) noexcept nogil
+    ibv_mr *(*reg_dmabuf_mr)(
+        ibv_pd *, uint64_t, size_t, uint64_t, int, int
+    ) noexcept nogil
     ssize_t (*query_gid_table)(
         ibv_context *, ibv_gid_entry *, size_t, uint32_t, size_t
     ) noexcept nogil

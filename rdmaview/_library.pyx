@@ -57,6 +57,9 @@ cdef class Library:
         resolve(handle, "ibv_reg_mr_iova", <void **>&verbs.reg_mr_iova, missing)
         resolve(handle, "ibv_reg_mr_iova2", <void **>&verbs.reg_mr_iova2, missing)
         resolve(
+            handle, "ibv_reg_dmabuf_mr", <void **>&verbs.reg_dmabuf_mr, missing
+        )
+        resolve(
             handle, "_ibv_query_gid_table", <void **>&verbs.query_gid_table, missing
         )
         resolve(

@@ -63,6 +63,15 @@ class ProtectionDomain(Handle):
         iova: SupportsIndex | None = None,
         owner: object | None = None,
     ) -> MemoryRegion: ...
+    def reg_dmabuf_mr(
+        self,
+        fd: SupportsIndex,
+        offset: SupportsIndex,
+        length: SupportsIndex,
+        access: Access,
+        *,
+        iova: SupportsIndex,
+    ) -> MemoryRegion: ...
     def alloc_mr(
         self,
         size: SupportsIndex,

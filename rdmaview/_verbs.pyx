@@ -75,10 +75,16 @@ from .libibverbs cimport (
     IBV_PORT_NOP,
     _compat_ibv_port_attr,
     ibv_device,
+    IBV_ODP_SUPPORT,
+    IBV_ODP_SUPPORT_ATOMIC,
+    IBV_ODP_SUPPORT_READ,
+    IBV_ODP_SUPPORT_WRITE,
     ibv_device_attr,
+    ibv_device_attr_ex,
     ibv_gid_entry,
     ibv_mr,
     ibv_port_attr,
+    query_device_ex,
 )
 
 import enum
@@ -813,6 +819,54 @@ cdef class ProtectionDomain(Handle):
         )
         return register(self, memory, rights, iova)
 
+    def reg_dmabuf_mr(self, fd, offset, length, access, *, iova):
+        """Register a part of a dma-buf: memory of a device, as of a GPU.
+
+        Its views move bytes as others do, but give no array. Export the allocation that
+        the part is in, with `offset` the part's address less that of the allocation.
+
+        Parameters
+        ----------
+        fd : integer
+            Descriptor of the dma-buf. It may be closed afterwards. The built-in device
+            takes a memfd.
+        offset : integer
+            Where the part starts in the dma-buf, in bytes.
+        length : integer
+            Bytes.
+        access : Access
+        iova : integer
+            The RDMA address of the first byte, and what the views give for their virtual
+            address: mostly the part's address on its device. It must have the offset in
+            its page that `offset` has (the kernel's rule).
+
+        Returns
+        -------
+        MemoryRegion
+
+        Raises
+        ------
+        ValueError
+            It is empty or over the device's max_mr_size; `access` has REMOTE_WRITE or
+            REMOTE_ATOMIC without LOCAL_WRITE; `iova` doesn't fit.
+        VerbsError
+            EOPNOTSUPP: the device or its driver takes no dma-bufs. EINVAL: the
+            descriptor is of no dma-buf, or the part is not inside it.
+        """
+        cdef uint64_t start
+        cdef uint64_t size
+        cdef int rights = parse_access(access)
+        cdef int file = operator.index(fd)
+        if parse_u64(offset, "offset", &start) or parse_u64(length, "length", &size):
+            raise ValueError(
+                f"offset and length must be from 0 to 2**64 - 1: {number_text(offset)}, "
+                f"{number_text(length)}"
+            )
+        if iova is None:
+            raise TypeError("iova must be an integer: a dma-buf has no address here")
+        check_open(self, "ProtectionDomain")
+        return register_dmabuf(self, file, start, size, rights, iova)
+
     def alloc_mr(
         self, size, access=None, huge_pages=False, numa_node=None, *, fd=None
     ):
@@ -1321,11 +1375,24 @@ cdef MemoryRegion register(
     if error:
         pd.children -= 1
         raise_registration_error(pd, address, size, rdma_addr, rights, error)
-    library.has_registered = True
-    mr.pd = pd
     mr.memory = memory
     mr.is_cyclic = memory.is_cyclic
     mr.readonly = memory.readonly
+    begin_region(mr, pd, rights, address, rdma_addr, size)
+    return mr
+
+
+cdef int begin_region(
+    MemoryRegion mr,
+    ProtectionDomain pd,
+    int rights,
+    uint64_t address,
+    uint64_t rdma_addr,
+    uint64_t size,
+) except -1:
+    """Let a region that has its handle be used."""
+    pd.context.library.has_registered = True
+    mr.pd = pd
     mr.rights = rights
     mr.process = pd.process
     mr.whole.virtual_addr = address
@@ -1335,8 +1402,58 @@ cdef MemoryRegion register(
     # A key that gives no right must not look as if it did: devices hand one out.
     mr.whole.rkey = mr.handle.rkey if rights & PEER_RIGHTS else 0
     mr.state = OPEN
-    context.mr_count += 1
-    context.mr_bytes += size
+    pd.context.mr_count += 1
+    pd.context.mr_bytes += size
+    return 0
+
+
+cdef MemoryRegion register_dmabuf(
+    ProtectionDomain pd,
+    int fd,
+    uint64_t offset,
+    uint64_t size,
+    int rights,
+    object iova,
+):
+    cdef Library library = pd.context.library
+    cdef MemoryRegion mr = MemoryRegion.__new__(MemoryRegion)
+    cdef uint64_t rdma_addr = check_registration(pd.context, offset, size, rights, iova)
+    cdef int error = 0
+    if library.verbs.reg_dmabuf_mr == NULL:
+        raise_verbs_error(
+            EOPNOTSUPP,
+            "ibv_reg_dmabuf_mr",
+            f"{library.path} lacks it",
+            "It came with rdma-core 34",
+        )
+    mr.whole.id = next_registration_id()
+    retry_lost_regions()
+    check_open(pd, "ProtectionDomain")
+    pd.children += 1
+    with nogil:
+        clear_errno()
+        mr.handle = library.verbs.reg_dmabuf_mr(
+            pd.handle,
+            offset,
+            size,
+            rdma_addr,
+            fd,
+            rights & ~<int>IBV_ACCESS_ZERO_BASED,
+        )
+        if mr.handle == NULL:
+            error = last_errno()
+    if error:
+        pd.children -= 1
+        raise_verbs_error(
+            error,
+            "ibv_reg_dmabuf_mr",
+            f"{size} bytes at offset {offset:#x} of descriptor {fd}, iova "
+            f"{rdma_addr:#x}, access {rights_text(rights)}, on {pd.context.name}",
+            _host.explain_dmabuf(error, pd.context.name),
+        )
+    mr.is_device = True
+    mr.readonly = not rights & IBV_ACCESS_LOCAL_WRITE
+    begin_region(mr, pd, rights, rdma_addr, rdma_addr, size)
     return mr
 
 
@@ -1396,6 +1513,8 @@ cdef uint64_t check_registration(
         raise ValueError(f"ZERO_BASED means an iova of 0, not {rdma_addr:#x}")
     if size > UINT64_MAX - rdma_addr:
         raise ValueError(f"iova {rdma_addr:#x} plus {size} bytes passes 2**64 - 1")
+    if rights & IBV_ACCESS_ON_DEMAND:
+        check_on_demand(context, rights)
     if (address ^ rdma_addr) & (PAGE_SIZE - 1):
         raise ValueError(
             f"iova {rdma_addr:#x} and address {address:#x} must have the same offset in "
@@ -1403,6 +1522,35 @@ cdef uint64_t check_registration(
             "page-aligned memory"
         )
     return rdma_addr
+
+
+cdef int check_on_demand(Context context, int rights) except -1:
+    """Ask for the capabilities that paging on demand needs: nothing falls back."""
+    cdef ibv_device_attr_ex attributes
+    cdef uint32_t rc
+    cdef int error
+    memset(&attributes, 0, sizeof(attributes))
+    with nogil:
+        error = query_device_ex(context.handle, &attributes)
+    lacks = []
+    if error or not attributes.odp_caps.general_caps & IBV_ODP_SUPPORT:
+        lacks.append("IBV_ODP_SUPPORT")
+    rc = attributes.odp_caps.per_transport_caps.rc_odp_caps
+    if rights & IBV_ACCESS_REMOTE_READ and not rc & IBV_ODP_SUPPORT_READ:
+        lacks.append("IBV_ODP_SUPPORT_READ")
+    if rights & IBV_ACCESS_REMOTE_WRITE and not rc & IBV_ODP_SUPPORT_WRITE:
+        lacks.append("IBV_ODP_SUPPORT_WRITE")
+    if rights & IBV_ACCESS_REMOTE_ATOMIC and not rc & IBV_ODP_SUPPORT_ATOMIC:
+        lacks.append("IBV_ODP_SUPPORT_ATOMIC")
+    if lacks:
+        raise_verbs_error(
+            EOPNOTSUPP,
+            "ibv_reg_mr",
+            f"access {rights_text(rights)}: {context.name} lacks {', '.join(lacks)} for RC "
+            "queue pairs",
+            "Register without ON_DEMAND: then the memory is pinned",
+        )
+    return 0
 
 
 cdef int check_inside(

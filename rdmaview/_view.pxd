@@ -109,6 +109,8 @@ cdef class Registration:
     # The exporter of arrays: keeps the bytes, but not the registration, alive.
     cdef object memory
     cdef bint readonly
+    # Of a device other than the processor, which can't read it by an address.
+    cdef bint is_device
     cdef Process process
 
 

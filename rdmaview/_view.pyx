@@ -169,6 +169,11 @@ cdef class MemoryRegionView:
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         check_attached(self, "its memory")
+        if self.registration.is_device:
+            raise BufferError(
+                "this view is of a dma-buf: its bytes have no address in this process. "
+                "Move them to and from host memory by reads and writes"
+            )
         if flags & PyBUF_WRITABLE and self.registration.readonly:
             raise BufferError("this view is of a read-only buffer")
         fill_buffer(self, buffer, flags)
@@ -320,6 +325,8 @@ cdef class MemoryRegionView:
             The registration was closed.
         DetachedViewError
             The view has no memory.
+        BufferError
+            The view is of a dma-buf.
         """
         import numpy as np
 

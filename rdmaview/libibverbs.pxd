@@ -67,6 +67,23 @@ cdef extern from "verbs_header.h" nogil:
     enum ibv_atomic_cap:
         IBV_ATOMIC_NONE
 
+    enum:
+        IBV_ODP_SUPPORT
+        IBV_ODP_SUPPORT_WRITE
+        IBV_ODP_SUPPORT_READ
+        IBV_ODP_SUPPORT_ATOMIC
+
+    # The unnamed member of ibv_odp_caps.
+    struct ibv_odp_transport_caps:
+        uint32_t rc_odp_caps
+
+    struct ibv_odp_caps:
+        uint64_t general_caps
+        ibv_odp_transport_caps per_transport_caps
+
+    struct ibv_device_attr_ex:
+        ibv_odp_caps odp_caps
+
     struct ibv_device_attr:
         char fw_ver[64]
         uint64_t node_guid
@@ -295,3 +312,5 @@ cdef extern from "verbs_header.h" nogil:
     # These two call through the handle's own table of operations.
     int ibv_post_send(ibv_qp *qp, ibv_send_wr *wr, ibv_send_wr **bad_wr)
     int ibv_poll_cq(ibv_cq *cq, int num_entries, ibv_wc *wc)
+
+    int query_device_ex(ibv_context *context, ibv_device_attr_ex *attributes)

@@ -18,8 +18,9 @@ _loaded = []
 def configure(**limits):
     """Set limits of the device, named as in ibv_device_attr and ibv_port_attr.
 
-    One more, ``max_chain``, is how many work requests an ibv_post_send takes before it
-    fails with ENOMEM.
+    Some more: ``max_chain`` is how many work requests an ibv_post_send takes before it
+    fails with ENOMEM; ``odp_general_caps`` and ``odp_rc_caps`` are those of
+    ibv_query_device_ex.
 
     Contexts that are open see them at once; a queue pair keeps the max_msg_sz that it
     was created under.

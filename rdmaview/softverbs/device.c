@@ -196,6 +196,8 @@ static int query_device_ex(struct ibv_context *handle,
         return EINVAL;
     fill_device_attr(device, &full.orig_attr);
     full.device_cap_flags_ex = full.orig_attr.device_cap_flags;
+    full.odp_caps.general_caps = limit(LIMIT_odp_general_caps);
+    full.odp_caps.per_transport_caps.rc_odp_caps = (uint32_t)limit(LIMIT_odp_rc_caps);
     memset(attr, 0, size);
     memcpy(attr, &full, size < sizeof(full) ? size : sizeof(full));
     return 0;

@@ -113,6 +113,8 @@ enum verb {
     X(max_qp_rd_atom, 128, 0, 255)                                                                 \
     X(max_qp_init_rd_atom, 128, 0, 255)                                                            \
     X(max_res_rd_atom, 0x3f000, 0, INT32_MAX)                                                      \
+    X(odp_general_caps, 0, 0, 3)                                                                   \
+    X(odp_rc_caps, 0, 0, 63)                                                                       \
     X(max_chain, UINT64_MAX, 0, UINT64_MAX)
 
 enum limit {
@@ -195,6 +197,8 @@ struct soft_mr {
     uint32_t lkey;
     unsigned access;
     unsigned busy; /* copies in progress */
+    void *mapping; /* of a dma-buf; NULL if the memory is the program's */
+    size_t mapping_size;
 };
 
 int pd_find(struct ibv_pd *handle, struct soft_pd **found);

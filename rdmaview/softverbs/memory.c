@@ -10,7 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -274,7 +276,9 @@ static int check_registration(uint64_t address, uint64_t length, uint64_t iova, 
         return EINVAL;
     if ((address ^ iova) & (page - 1))
         return EINVAL;
-    if (access & ~(unsigned)KNOWN_ACCESS)
+    if (access & IBV_ACCESS_ON_DEMAND && !(limit(LIMIT_odp_general_caps) & IBV_ODP_SUPPORT))
+        return EOPNOTSUPP;
+    if (access & ~(unsigned)(KNOWN_ACCESS | IBV_ACCESS_ON_DEMAND))
         return EINVAL;
     if ((access & REMOTE_WRITES) && !(access & IBV_ACCESS_LOCAL_WRITE))
         return EINVAL;
@@ -310,16 +314,35 @@ static int add_mr(struct soft_mr *mr, uint64_t most_pages)
     return 0;
 }
 
-static struct ibv_mr *register_memory(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova,
-                                      unsigned access)
+/* Register mr->length bytes at mr->address; frees the region if that fails. */
+static struct ibv_mr *register_region(struct soft_mr *mr)
 {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    int result = check_registration(mr->address, mr->length, mr->iova, mr->access, page, &mr->pages);
+
+    if (!result) {
+        uint64_t most_pages = pin_limit(page);
+
+        pthread_mutex_lock(&state_lock);
+        result = add_mr(mr, most_pages);
+        pthread_mutex_unlock(&state_lock);
+    }
+    if (result) {
+        if (mr->mapping)
+            munmap(mr->mapping, mr->mapping_size);
+        free(mr);
+        errno = result;
+        return NULL;
+    }
+    return &mr->ibv;
+}
+
+static struct soft_mr *new_region(struct ibv_pd *pd, size_t length, uint64_t iova, unsigned access)
+{
     struct soft_pd *unused;
     struct soft_mr *mr;
     int result;
 
-    if (verb_fails(VERB_reg_mr, &result))
-        return NULL;
     pthread_mutex_lock(&state_lock);
     result = pd_find(pd, &unused);
     pthread_mutex_unlock(&state_lock);
@@ -331,27 +354,27 @@ static struct ibv_mr *register_memory(struct ibv_pd *pd, void *addr, size_t leng
     if (!mr)
         return NULL;
     mr->ibv.pd = pd;
-    mr->ibv.addr = addr;
     mr->ibv.length = length;
-    mr->address = (uint64_t)(uintptr_t)addr;
     mr->length = length;
     mr->iova = iova;
     mr->access = access;
+    return mr;
+}
 
-    result = check_registration(mr->address, length, iova, access, page, &mr->pages);
-    if (!result) {
-        uint64_t most_pages = pin_limit(page);
+static struct ibv_mr *register_memory(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova,
+                                      unsigned access)
+{
+    struct soft_mr *mr;
+    int result;
 
-        pthread_mutex_lock(&state_lock);
-        result = add_mr(mr, most_pages);
-        pthread_mutex_unlock(&state_lock);
-    }
-    if (result) {
-        free(mr);
-        errno = result;
+    if (verb_fails(VERB_reg_mr, &result))
         return NULL;
-    }
-    return &mr->ibv;
+    mr = new_region(pd, length, iova, access);
+    if (!mr)
+        return NULL;
+    mr->ibv.addr = addr;
+    mr->address = (uint64_t)(uintptr_t)addr;
+    return register_region(mr);
 }
 
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
@@ -371,15 +394,48 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, ui
     return register_memory(pd, addr, length, iova, access);
 }
 
+/* Map the pages that [offset, offset + length) of a file are in; a memfd is as good as a dma-buf. */
+static int map_file(struct soft_mr *mr, uint64_t offset, int fd)
+{
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t first = offset & ~(page - 1), end;
+    int writes = mr->access & IBV_ACCESS_LOCAL_WRITE ? PROT_WRITE : 0;
+    struct stat status;
+
+    if (fstat(fd, &status))
+        return errno;
+    if (!S_ISREG(status.st_mode) || (offset ^ mr->iova) & (page - 1) || !mr->length ||
+        __builtin_add_overflow(offset, mr->length, &end) || end > (uint64_t)status.st_size)
+        return EINVAL;
+    mr->mapping_size = end - first;
+    mr->mapping = mmap(NULL, mr->mapping_size, PROT_READ | writes, MAP_SHARED, fd, (off_t)first);
+    if (mr->mapping == MAP_FAILED) {
+        mr->mapping = NULL;
+        return errno;
+    }
+    mr->address = (uint64_t)(uintptr_t)mr->mapping + (offset - first);
+    return 0;
+}
+
 struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova,
                                  int fd, int access)
 {
+    struct soft_mr *mr;
     int result;
 
-    (void)pd, (void)offset, (void)length, (void)iova, (void)fd, (void)access;
-    if (!verb_fails(VERB_reg_dmabuf_mr, &result))
-        errno = EOPNOTSUPP;
-    return NULL;
+    if (verb_fails(VERB_reg_dmabuf_mr, &result))
+        return NULL;
+    mr = new_region(pd, length, iova, (unsigned)access);
+    if (!mr)
+        return NULL;
+    mr->ibv.addr = (void *)(uintptr_t)offset;
+    result = map_file(mr, offset, fd);
+    if (result) {
+        free(mr);
+        errno = result;
+        return NULL;
+    }
+    return register_region(mr);
 }
 
 int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length,
@@ -411,6 +467,8 @@ int ibv_dereg_mr(struct ibv_mr *handle)
             state_wait_idle();
         pinned_pages -= mr->pages;
         mr->pd->children--;
+        if (mr->mapping)
+            munmap(mr->mapping, mr->mapping_size);
         object_free(object);
     }
     pthread_mutex_unlock(&state_lock);

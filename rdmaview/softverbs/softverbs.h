@@ -17,7 +17,8 @@ extern "C" {
 
 /*
  * Set a limit, named as in ibv_device_attr or ibv_port_attr ("max_mr", "max_msg_sz", ...);
- * and "max_chain", the work requests that one post_send takes before it says ENOMEM.
+ * "max_chain", the work requests that one post_send takes before it says ENOMEM; and
+ * "odp_general_caps" and "odp_rc_caps", those of query_device_ex.
  * Queries and checks see it at once; objects that exist already stay.
  * ENOENT: no such limit.  EINVAL: not a possible value.
  */

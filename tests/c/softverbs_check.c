@@ -463,7 +463,7 @@ static void registration_refuses_what_a_kernel_refuses(void)
     CHECK_NULL(ibv_reg_mr_iova(pd, pages, PAGE, 8, 0), EINVAL);
     CHECK_NULL(ibv_reg_mr_iova(pd, pages, 2 * PAGE, UINT64_MAX - PAGE + 1, 0), EINVAL);
     CHECK_NULL(ibv_reg_mr(pd, NULL, PAGE, 0), EFAULT);
-    CHECK_NULL(ibv_reg_dmabuf_mr(pd, 0, PAGE, 0, 0, 0), EOPNOTSUPP);
+    CHECK_NULL(ibv_reg_dmabuf_mr(pd, 0, PAGE, 0, -1, 0), EBADF);
     CHECK_NULL(ibv_alloc_null_mr(pd), EOPNOTSUPP);
     CHECK_NULL(ibv_reg_mr(NULL, pages, PAGE, 0), EINVAL);
 

@@ -1,0 +1,173 @@
+"""Memory of other devices, by dma-buf; a memfd is one to the built-in device."""
+
+import errno
+import mmap
+import os
+
+import numpy as np
+import pytest
+from helpers import open_files
+
+import rdmaview as rv
+
+PAGE = mmap.PAGESIZE
+RIGHTS = rv.Access.LOCAL_WRITE | rv.Access.REMOTE_WRITE | rv.Access.REMOTE_READ
+# Where an allocation is on a device that is not there.
+BASE = 0x7F0000000000
+
+soft_only = pytest.mark.soft_only("takes a memfd for a dma-buf")
+
+
+@pytest.fixture
+def allocation():
+    """A file descriptor, and its bytes."""
+    fd = os.memfd_create("rdmaview")
+    os.ftruncate(fd, 4 * PAGE)
+    yield fd, np.frombuffer(mmap.mmap(fd, 4 * PAGE), "u1")
+    os.close(fd)
+
+
+@soft_only
+def test_a_part_of_an_allocation_has_its_own_bytes(pd, pair, allocation):
+    fd, memory = allocation
+    host = np.arange(768, dtype="u1")
+    with (
+        pd.reg_dmabuf_mr(fd, 0x1200, 768, RIGHTS, iova=BASE + 0x1200) as mr,
+        pd.reg_mr(host, RIGHTS) as here,
+    ):
+        assert (len(mr), mr.iova, mr.access) == (768, BASE + 0x1200, RIGHTS)
+        pair.a.write(here[:], mr[:].remote())
+        assert (memory[0x1200 : 0x1200 + 768] == host).all()
+        assert not memory[:0x1200].any()
+        assert not memory[0x1200 + 768 :].any()
+        memory[0x1300] = 77
+        pair.a.read(here[:1], mr[0x100:0x101].remote())
+        assert host[0] == 77
+        pair.a.write(mr[10:20], here[100:110].remote())
+        assert (host[100:110] == memory[0x1200 + 10 : 0x1200 + 20]).all()
+
+
+@soft_only
+def test_it_is_reached_by_the_iova_that_was_chosen(pd, pair, allocation):
+    fd, memory = allocation
+    with pd.reg_dmabuf_mr(fd, PAGE + 8, 100, RIGHTS, iova=8) as mr:
+        view = mr[10:20]
+        assert view.rdma_addr == 18
+        memory[PAGE + 18] = 5
+        with pd.reg_mr(bytearray(10)) as here:
+            pair.a.read(here[:], view.remote())
+            assert here[:1].array()[0] == 5
+
+
+@soft_only
+def test_it_outlives_its_descriptor_and_leaks_none(pd, allocation):
+    _, memory = allocation
+    before = open_files()
+    for _ in range(1000):
+        fd = os.memfd_create("rdmaview")
+        os.ftruncate(fd, PAGE)
+        mr = pd.reg_dmabuf_mr(fd, 0, PAGE, RIGHTS, iova=BASE)
+        os.close(fd)
+        mr.close()
+    assert open_files() == before
+    del memory
+
+
+@soft_only
+def test_its_views_give_no_bytes(pd, allocation):
+    fd, _ = allocation
+    with pd.reg_dmabuf_mr(fd, 0, PAGE, RIGHTS, iova=BASE) as mr:
+        for call in (
+            lambda: mr[:].array(),
+            lambda: memoryview(mr[:8]),
+            mr.view().array,
+        ):
+            with pytest.raises(BufferError, match="dma-buf"):
+                call()
+        with pytest.raises(BufferError, match="dma-buf"):
+            pd.reg_mr(mr[:])
+
+
+@soft_only
+@pytest.mark.parametrize(
+    ("offset", "size", "iova"),
+    [(0, 4 * PAGE + 1, BASE), (4 * PAGE, 1, BASE), (2**63, 1, BASE)],
+)
+def test_a_part_outside_the_allocation_is_refused(pd, allocation, offset, size, iova):
+    fd, _ = allocation
+    with pytest.raises(rv.VerbsError, match="inside it"):
+        pd.reg_dmabuf_mr(fd, offset, size, RIGHTS, iova=iova)
+    assert pd.context.mr_count == 0
+
+
+@soft_only
+def test_a_descriptor_of_something_else_is_refused(pd):
+    read, write = os.pipe()
+    with pytest.raises(rv.VerbsError, match="one of a dma-buf"):
+        pd.reg_dmabuf_mr(read, 0, 8, RIGHTS, iova=BASE)
+    os.close(read)
+    os.close(write)
+    with pytest.raises(rv.VerbsError, match="not open"):
+        pd.reg_dmabuf_mr(read, 0, 8, RIGHTS, iova=BASE)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"length": 0}, ValueError, "zero bytes"),
+        ({"length": -1}, ValueError, "-1"),
+        ({"offset": 2**64}, ValueError, "from 0 to"),
+        ({"offset": 1.5}, TypeError, "offset"),
+        ({"iova": BASE + 1}, ValueError, "same offset in a page"),
+        ({"iova": -1}, ValueError, "iova"),
+        ({"iova": None}, TypeError, "iova"),
+        ({"iova": 2**64 - PAGE}, ValueError, "passes 2\\*\\*64"),
+        ({"fd": None}, TypeError, "NoneType"),
+        ({"access": rv.Access.REMOTE_WRITE}, ValueError, "LOCAL_WRITE"),
+        ({"access": None}, TypeError, "access"),
+    ],
+)
+def test_bad_values_are_refused(pd, allocation, values, error, text):
+    fd, _ = allocation
+    good = {"fd": fd, "offset": 0, "length": 2 * PAGE, "access": RIGHTS, "iova": BASE}
+    arguments = good | values
+    iova = arguments.pop("iova")
+    with pytest.raises(error, match=text):
+        pd.reg_dmabuf_mr(*arguments.values(), iova=iova)
+    assert pd.context.mr_count == 0
+
+
+def test_a_device_that_takes_none_says_so(pd, allocation, is_soft, device_name):
+    fd, _ = allocation
+    if is_soft:
+        rv.softverbs.fail("reg_dmabuf_mr", errno.EOPNOTSUPP)
+    with pytest.raises(rv.VerbsError, match=f"{device_name} .* takes no dma-bufs"):
+        pd.reg_dmabuf_mr(fd, 0, PAGE, RIGHTS, iova=BASE)
+    assert pd.context.mr_count == 0
+
+
+ON_DEMAND = rv.Access.LOCAL_WRITE | rv.Access.ON_DEMAND
+
+
+def test_paging_on_demand_is_asked_for_first(pd, is_soft):
+    try:
+        with pd.reg_mr(bytearray(PAGE), ON_DEMAND) as mr:
+            assert not is_soft
+            assert rv.Access.ON_DEMAND in mr.access
+    except rv.VerbsError as refusal:
+        assert "lacks IBV_ODP_SUPPORT" in str(refusal)
+        assert "without ON_DEMAND" in str(refusal)
+    assert pd.context.mr_count == 0
+
+
+@pytest.mark.soft_only("its capabilities can be set")
+def test_paging_on_demand_needs_the_capability_of_each_right():
+    support, read = 1, 8
+    rv.softverbs.configure(odp_general_caps=support, odp_rc_caps=read)
+    with rv.open("soft0") as ctx, ctx.alloc_pd() as pd:
+        rights = ON_DEMAND | rv.Access.REMOTE_READ
+        with pd.reg_mr(bytearray(PAGE), rights) as mr:
+            assert mr.access == rights
+        with pytest.raises(rv.VerbsError, match="lacks IBV_ODP_SUPPORT_WRITE for RC"):
+            pd.reg_mr(bytearray(PAGE), rights | rv.Access.REMOTE_WRITE)
+        assert ctx.mr_count == 0
