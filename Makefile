@@ -41,6 +41,7 @@ bench-bulk: build $(VENV)/.extra-bench $(VENV)/.nixl
 bench-rxe: build $(VENV)/.extra-bench
 	$(MAKE) --no-print-directory -C benchmarks/c
 	tools/rxe-vm --count $(PY) benchmarks/bench_view.py --device rxe0 $(ARGS)
+	tools/rxe-vm --count $(PY) benchmarks/bench_bulk.py --only-device rxe0 $(ARGS)
 
 build: $(VENV)/.built
 

@@ -1,6 +1,6 @@
 """What views cost by the thousand, beside what else a program could use, with limits.
 
-python benchmarks/bench_bulk.py [--device NAME] [--quick] [--json FILE]
+python benchmarks/bench_bulk.py [--device NAME | --only-device NAME] [--quick] [--json FILE]
 
 Times are nanoseconds a view. What is compared runs in turn, in one process, on the same
 slices, and of the turns the fastest counts. Without --device all of it is of the built-in
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pyperf
+from on_device import CHAIN, device_rows
 from report import Row, print_report
 
 import rdmaview as rv
@@ -272,16 +273,30 @@ def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", metavar="NAME", help="also post, on this device")
+    parser.add_argument(
+        "--only-device",
+        metavar="NAME",
+        help="measure nothing but posts, on this device",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer turns")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     args = parser.parse_args()
     turns = 3 if args.quick else 15
-    rv.softverbs.configure(max_mr=2 * SEGMENTS)
+    device = args.only_device or args.device
     rows = []
+    if not args.only_device:
+        rows += built_in_rows(turns)
+    if device:
+        rows += device_rows(device, (CHAIN,), args.quick)
+    print_report(rows, device, args.json)
+
+
+def built_in_rows(turns):
+    """What needs no device."""
+    rv.softverbs.configure(max_mr=2 * SEGMENTS)
     with rv.open("soft0") as ctx, ctx.alloc_pd() as pd:
         for measure in (views_rows, nixl_rows, table_rows, cache_rows):
-            rows += measure(pd, turns)
-    print_report(rows, args.device, args.json)
+            yield from measure(pd, turns)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ VM whose processor is emulated, `tools/rxe-vm --count` makes them counts of inst
 import argparse
 import collections
 import copy
-import json
-import os
 import subprocess
 import sys
-import tempfile
 import timeit
 from pathlib import Path
 
 import pyperf
+from on_device import REGISTER, WRITE, device_rows, in_turn, usable_device
 from report import Row, print_report
 
 import rdmaview as rv
@@ -129,114 +127,6 @@ def import_ns(module):
     return int(subprocess.check_output([sys.executable, "-c", code]))
 
 
-def in_turn(measures, turns):
-    """Call each measure in turn; the least of each, or None if it can't be taken."""
-    samples = [[] for _ in measures]
-    for _ in range(turns):
-        for taken, measure in zip(samples, measures, strict=True):
-            taken.append(measure())
-    return [None if None in taken else min(taken) for taken in samples]
-
-
-class Bench:
-    """Runs C programs and other libraries on a device, each in its own process."""
-
-    def __init__(self, device, rounds, library_dir):
-        self.device = device
-        self.has_limits = library_dir is None
-        self.rounds = rounds
-        self.troubles = {}
-        self.environment = dict(os.environ)
-        if library_dir:
-            self.environment["LD_LIBRARY_PATH"] = library_dir
-        with rv.open(device) as ctx, ctx.alloc_pd() as pd, ctx.create_cq(4) as cq:
-            with pd.create_qp(cq) as qp:
-                self.gid_index = qp.gid.index if qp.gid else 0
-
-    def rows(self, turns):
-        """The two rows that need a device."""
-        return [
-            *self.compare("register", "register + deregister 4 KiB", 4096, 1.25, turns),
-            *self.compare("write", "8 B qp.write", 8, 1.5, turns),
-        ]
-
-    def compare(self, what, operation, size, limit, turns):
-        """Ours beside C, and beside what other libraries there are."""
-        self.troubles.clear()
-        libraries = ["ibverbs"] + ["pyverbs"] * (what == "register")
-        ours, c, *others = in_turn(
-            [
-                lambda: self.peer(sys.executable, "rdmaview", what, size),
-                lambda: self.c_program(what, size),
-                lambda: self.peer(sys.executable, "ibverbs", what, size),
-                lambda: self.peer(SYSTEM_PYTHON, "pyverbs", what, size),
-            ][: 2 + len(libraries)],
-            turns,
-        )
-        operation = f"{operation} on {self.device}"
-        if ours is None:
-            raise SystemExit(f"{operation}: {self.troubles['rdmaview']}")
-        # Where registering is a table entry and no system call, a limit says little.
-        limit = limit if self.has_limits else None
-        rows = [Row(operation, ours, "C", c, limit, note=self.troubles.get("C", ""))]
-        for library, theirs in zip(libraries, others, strict=True):
-            note = self.troubles.get(library, "")
-            rows.append(Row(operation, ours, library, theirs, note=note))
-        return rows
-
-    def peer(self, python, library, what, size):
-        """Time another library; see peers.py."""
-        numbers = (size, self.gid_index, self.rounds)
-        script = (python, HERE / "peers.py")
-        return self.run(library, *script, library, what, self.device, *numbers)
-
-    def c_program(self, what, size):
-        """Time a program of benchmarks/c."""
-        programs = HERE / "c" / "bin"
-        if what == "register":
-            numbers = (size, self.rounds)
-            return self.run("C", programs / "reg_mr", self.device, *numbers)
-        numbers = (self.gid_index, self.rounds, size)
-        return self.run("C", programs / "rdma_write", self.device, *numbers)
-
-    def run(self, name, *command):
-        """Return the first median that a command prints, or None, and keep what it said."""
-        done = subprocess.run(
-            [str(part) for part in command],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            return json.loads(done.stdout.splitlines()[0])["median_ns"]
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        if "No module named" in said[-1]:
-            said = ["not installed"]
-        self.troubles[name] = f"{name}: {said[-1]}"
-        return None
-
-
-def device_rows(device, rounds, turns):
-    """Run on a device; the built-in one takes the place of libibverbs for programs."""
-    subprocess.run(["make", "-s", "-C", HERE / "c"], check=True)
-    kinds = {found.name: found.kind for found in rv.devices()}
-    if kinds.get(device) != "soft":
-        return Bench(device, rounds, None).rows(turns)
-    with tempfile.TemporaryDirectory() as directory:
-        os.symlink(rv.softverbs.path(), Path(directory, "libibverbs.so.1"))
-        return Bench(device, rounds, directory).rows(turns)
-
-
-def usable_device():
-    """The kernel device that rdmaview would open by itself, or None."""
-    try:
-        with rv.open() as ctx:
-            return ctx.name
-    except OSError:
-        return None
-
-
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -250,7 +140,7 @@ def main():
     rows = [*statement_rows(turns), size_row(), import_row(5)]
     device = args.device or usable_device()
     if device:
-        rows += device_rows(device, 200 if args.quick else 1000, 3 if args.quick else 7)
+        rows += device_rows(device, (REGISTER, WRITE), args.quick)
     print_report(rows, device, args.json)
 
 

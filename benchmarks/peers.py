@@ -1,6 +1,6 @@
 """Time a registration or a write through one library, for bench_view.py.
 
-python peers.py LIBRARY {register,write} DEVICE SIZE GID_INDEX ROUNDS
+python peers.py LIBRARY {register,write,chain} DEVICE SIZE GID_INDEX ROUNDS
 
 A process of its own for each: the libraries need different interpreters, and a different
 libibverbs on the built-in device. Prints the median of the rounds as JSON, less the median
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 
+CHAIN = 64  # as in benchmarks/c
 keep = []  # what the timed functions need, but don't refer to
 RIGHTS = 1 | 2 | 4  # local write, remote write, remote read: as in benchmarks/c
 
@@ -62,14 +63,32 @@ def rdmaview_write(device, size, gid_index):
     return lambda: a.write(local, remote)
 
 
-def ibverbs_write(device, size, gid_index):
+def rdmaview_chain(device, size, gid_index):
+    """As many as C posts at once, from one place to another: packed views, cut before."""
+    import rdmaview as rv
+
+    ctx = rv.open(device)
+    pd, cq = ctx.alloc_pd(), ctx.create_cq(2 * CHAIN)
+    a, b = (pd.create_qp(cq, max_send_wr=CHAIN) for _ in range(2))
+    a.connect(b.info)
+    b.connect(a.info)
+    memory = private_memory(mmap.PAGESIZE)
+    mr = pd.reg_mr(memory, rv.Access(RIGHTS))
+    local = mr.views([0] * CHAIN, size)
+    remote = mr.views([mmap.PAGESIZE - size] * CHAIN, size).remote()
+    keep.extend([b, mr])
+    return lambda: a.writes(local, remote)
+
+
+def ibverbs_pair(device, gid_index):
+    """A queue pair that is connected to another, its queue, memory and region."""
     import ibverbs
 
     ctx = ibverbs_context(device)
-    pd, cq = ctx.alloc_pd(), ctx.create_cq(64)
+    pd, cq = ctx.alloc_pd(), ctx.create_cq(2 * CHAIN)
     gid, port = ctx.query_gid(1, gid_index), ctx.query_port(1)
     a, b = (
-        pd.create_qp(ibverbs.QPInitAttr(send_cq=cq, recv_cq=cq, max_send_wr=64))
+        pd.create_qp(ibverbs.QPInitAttr(send_cq=cq, recv_cq=cq, max_send_wr=CHAIN))
         for _ in range(2)
     )
     for qp, peer in (a, b), (b, a):
@@ -79,16 +98,45 @@ def ibverbs_write(device, size, gid_index):
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     mr = pd.reg_mr(address, mmap.PAGESIZE, RIGHTS)
     keep.extend([b, mr, memory])
+    return a, cq, address, mr
+
+
+def ibverbs_request(address, size, mr, flags):
+    import ibverbs
+
+    return ibverbs.SendWR(
+        sg_list=[ibverbs.SGE(address, size, mr.lkey)],
+        opcode=ibverbs.WROpcode.RDMA_WRITE,
+        send_flags=flags,
+        remote_addr=address + mmap.PAGESIZE - size,
+        rkey=mr.rkey,
+    )
+
+
+def ibverbs_write(device, size, gid_index):
+    import ibverbs
+
+    qp, cq, address, mr = ibverbs_pair(device, gid_index)
 
     def write():
-        request = ibverbs.SendWR(
-            sg_list=[ibverbs.SGE(address, size, mr.lkey)],
-            opcode=ibverbs.WROpcode.RDMA_WRITE,
-            send_flags=ibverbs.SendFlags.SIGNALED,
-            remote_addr=address + mmap.PAGESIZE - size,
-            rkey=mr.rkey,
-        )
-        a.post_send(request)
+        qp.post_send(ibverbs_request(address, size, mr, ibverbs.SendFlags.SIGNALED))
+        while not (done := cq.poll(1)):
+            pass
+        done[0].raise_for_status()
+
+    return write
+
+
+def ibverbs_chain(device, size, gid_index):
+    """The requests are made before, as our views are cut before."""
+    import ibverbs
+
+    qp, cq, address, mr = ibverbs_pair(device, gid_index)
+    flags = [ibverbs.SendFlags(0)] * (CHAIN - 1) + [ibverbs.SendFlags.SIGNALED]
+    requests = [ibverbs_request(address, size, mr, flag) for flag in flags]
+
+    def write():
+        qp.post_send(requests)
         while not (done := cq.poll(1)):
             pass
         done[0].raise_for_status()
@@ -126,7 +174,9 @@ WHATS = {
     ("ibverbs", "register"): ibverbs_register,
     ("pyverbs", "register"): pyverbs_register,
     ("rdmaview", "write"): rdmaview_write,
+    ("rdmaview", "chain"): rdmaview_chain,
     ("ibverbs", "write"): ibverbs_write,
+    ("ibverbs", "chain"): ibverbs_chain,
 }
 
 

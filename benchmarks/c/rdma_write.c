@@ -1,7 +1,7 @@
 /*
  * rdma_write DEVICE [GID_INDEX] [ROUNDS] [BYTES]: two RC queue pairs of one process, RDMA writes from one to the other.
  * Three lines of JSON, times per write: "one" at a time (post, then poll until it completed), "deep" (64 posts, then poll
- * until all completed) and "chained" (one post of 64 linked work requests).
+ * until all completed) and "chained" (one post of 64 linked work requests, the last of them signalled).
  */
 #include "common.h"
 
@@ -30,7 +30,6 @@ static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_cq *cq)
         .send_cq = cq,
         .recv_cq = cq,
         .qp_type = IBV_QPT_RC,
-        .sq_sig_all = 1,
         .cap = {.max_send_wr = DEPTH, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1},
     };
     struct ibv_qp *qp = ibv_create_qp(pd, &init);
@@ -116,14 +115,18 @@ int main(int argc, char **argv)
         int each = way ? DEPTH : 1;
         long n = way ? rounds / 16 + 1 : rounds;
 
-        for (int i = 0; i < DEPTH; i++)
-            wr[i].next = way == 2 && i + 1 < DEPTH ? &wr[i + 1] : NULL;
+        for (int i = 0; i < DEPTH; i++) {
+            int is_linked = way == 2 && i + 1 < DEPTH;
+
+            wr[i].next = is_linked ? &wr[i + 1] : NULL;
+            wr[i].send_flags = is_linked ? 0 : IBV_SEND_SIGNALED;
+        }
         for (long i = -n / 10; i < n; i++) { /* a tenth more, to warm up */
             double start = now_ns();
 
             for (int k = 0; k < (way == 2 ? 1 : each); k++)
                 CHECK(!ibv_post_send(a, &wr[k], &bad), "ibv_post_send");
-            poll_until(cq, each);
+            poll_until(cq, way == 2 ? 1 : each);
             if (i >= 0)
                 samples[i] = (now_ns() - start) / each;
         }
