@@ -55,6 +55,7 @@ from . import _view
 from ._errors import DetachedViewError
 
 cdef extern from "view_block.h" nogil:
+    void prefer_huge_pages(void *memory, size_t size)
     void *take_block(size_t size)
     void give_block(void *block, size_t size)
     size_t cut_slices(
@@ -75,6 +76,14 @@ cdef extern from "view_block.h" nogil:
         size_t count,
         rdmaview_remote *views,
     )
+    size_t copy_views(
+        const char *views, Py_ssize_t stride, size_t count, rdmaview_view *copies
+    )
+    size_t copy_remotes(
+        const char *views, Py_ssize_t stride, size_t count, rdmaview_remote *copies
+    )
+
+cdef extern from "view_wire.h" nogil:
     void pack_views(
         const char *views, Py_ssize_t stride, size_t count, unsigned char *wire
     )
@@ -84,12 +93,6 @@ cdef extern from "view_block.h" nogil:
     size_t unpack_views(const unsigned char *wire, size_t count, rdmaview_view *views)
     size_t unpack_remotes(
         const unsigned char *wire, size_t count, rdmaview_remote *views
-    )
-    size_t copy_views(
-        const char *views, Py_ssize_t stride, size_t count, rdmaview_view *copies
-    )
-    size_t copy_remotes(
-        const char *views, Py_ssize_t stride, size_t count, rdmaview_remote *copies
     )
 
 cdef enum:
@@ -810,6 +813,7 @@ cdef bytes new_wire(PackedViews views, const char *magic, Py_ssize_t packed_size
         NULL, WIRE_HEAD + views.count * packed_size
     )
     cdef char *at = PyBytes_AS_STRING(wire)
+    prefer_huge_pages(at, len(wire))
     memcpy(at, magic, 4)
     rdmaview_store(<unsigned char *>at + 4, <uint64_t>views.count)
     return wire

@@ -572,6 +572,25 @@ def test_a_view_that_wraps_around_is_refused(cls, name, count):
     assert len(cls.from_bytes(wire)) == count
 
 
+edges = st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1])
+
+
+@given(st.lists(st.tuples(*[edges | u64] * 4), min_size=1, max_size=5))
+def test_bytes_from_anywhere_give_views_that_end_below_2_to_the_64(fields):
+    wire = struct.pack("!4sQ", b"RVA1", len(fields))
+    wire += b"".join(struct.pack("!QQQQII", *four, 1, 2) for four in fields)
+    wrong = [
+        i
+        for i, (_, virtual_addr, rdma_addr, size) in enumerate(fields)
+        if max(virtual_addr, rdma_addr) + size >= 2**64
+    ]
+    if wrong:
+        with pytest.raises(ValueError, match=f"^view {wrong[0]} ends past"):
+            ViewArray.from_bytes(wire)
+    else:
+        assert ViewArray.from_bytes(wire).to_bytes() == wire
+
+
 @BOTH
 def test_pickle_5_takes_the_block_out_of_band(whole):
     views = whole.split(8)
