@@ -171,7 +171,7 @@ cdef class RegistrationCache:
         cdef MemoryRegion mr
         cdef rdmaview_view view
         check_usable(self)
-        find_extent(array, &extent)
+        find_extent(array, &extent, False)
         if owner is array:
             whole = extent
         else:

@@ -383,6 +383,7 @@ def explain_registration(
     device,
     address,
     size,
+    is_device,
     rights,
     mr_count,
     mr_bytes,
@@ -403,6 +404,12 @@ def explain_registration(
         f"{', lifted by CAP_IPC_LOCK' if exempt else ''}; registered here: {mr_count} "
         f"regions, {mr_bytes} bytes"
     )
+    if is_device:
+        return detail, (
+            "An address of device memory is registered only where the device's driver "
+            "serves it to the HCA (nvidia-peermem): load that, or export the memory as "
+            "a dma-buf and use reg_dmabuf_mr"
+        )
     if error == errno.EFAULT:
         detail += f"; {mapping_text(address, size)}"
     return detail, registration_hint(

@@ -6,6 +6,8 @@ cdef struct Extent:
     uint64_t address
     uint64_t size
     bint readonly
+    # Or in the memory of the processor.
+    bint is_device
 
 
 cdef enum:
@@ -25,12 +27,14 @@ cdef struct Layout:
     # The lowest byte, and bytes from it to the end of the highest.
     uint64_t low
     uint64_t span
+    bint is_device
 
 
 cdef class HostMemory:
     cdef uint64_t address
     cdef uint64_t size
     cdef bint readonly
+    cdef bint is_device
     cdef Py_buffer buffer
     cdef bint exported
     # Where nothing is exported: what keeps the bytes where they are.
@@ -41,8 +45,9 @@ cdef class HostMemory:
 
 cdef HostMemory hold_memory(object x)
 cdef HostMemory hold_address(uint64_t address, uint64_t size, bint readonly, object owner)
-cdef int find_extent(object x, Extent *extent) except -1
-cdef int find_layout(object x, Layout *layout) except -1
+# `on_device`: whether to tell where on a device they lie, or to refuse it.
+cdef int find_extent(object x, Extent *extent, bint on_device) except -1
+cdef int find_layout(object x, Layout *layout, bint on_device) except -1
 cdef void first_place(const Layout *layout, int64_t *place) noexcept nogil
 cdef uint64_t next_place(const Layout *layout, int64_t *place) noexcept nogil
 cdef object memory_owner(object x)

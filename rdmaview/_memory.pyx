@@ -206,12 +206,24 @@ cdef object as_ndarray(object x):
     raise TypeError(_host.no_buffer_text(x))
 
 
-cdef int find_extent(object x, Extent *extent) except -1:
-    """Tell where the bytes of an object lie, without holding them."""
+cdef int find_extent(object x, Extent *extent, bint on_device) except -1:
+    """Tell where the bytes of an object lie in one piece, without holding them."""
     cdef HostMemory memory
+    cdef Layout layout
+    extent.is_device = False
     if is_ndarray(x) and read_ndarray(
         x, &extent.address, &extent.size, &extent.readonly
     ):
+        return 0
+    if on_device and is_device_array(x):
+        find_device_layout(x, &layout)
+        if layout.count > 1:
+            shape, strides, _, _ = device_layout(x)
+            raise not_contiguous(shape, strides)
+        extent.address = layout.address
+        extent.size = layout.span
+        extent.readonly = False
+        extent.is_device = True
         return 0
     memory = hold_memory(x)
     extent.address = memory.address
@@ -220,25 +232,62 @@ cdef int find_extent(object x, Extent *extent) except -1:
     return 0
 
 
-cdef int find_layout(object x, Layout *layout) except -1:
+cdef bint is_device_array(object x) except -1:
+    """Is it of another device's memory, and tells where it is there?"""
+    if PyObject_CheckBuffer(x) or isinstance(x, type) or _host.device_of(x) is None:
+        return False
+    return is_tensor(x) or hasattr(x, "__cuda_array_interface__")
+
+
+cdef tuple device_layout(object x):
+    """Shape, strides in bytes, bytes of an item, address."""
+    if is_tensor(x):
+        return tuple(x.shape), byte_strides(x), x.element_size(), x.data_ptr()
+    interface = x.__cuda_array_interface__
+    shape = tuple(interface["shape"])
+    item = int(interface["typestr"][2:])
+    strides = interface.get("strides")
+    if strides is None:
+        strides, step = [], item
+        for length in reversed(shape):
+            strides.append(step)
+            step *= length
+        strides.reverse()
+    return shape, tuple(strides), item, interface["data"][0] or 0
+
+
+cdef int find_device_layout(object x, Layout *layout) except -1:
+    shape, strides, item, address = device_layout(x)
+    layout.address = address
+    layout.is_device = True
+    return lay_out(layout, shape, strides, item)
+
+
+cdef int lay_out(Layout *layout, tuple shape, tuple strides, int64_t item) except -1:
+    cdef int i
+    layout.dimensions = len(shape)
+    if layout.dimensions > DIMENSIONS:
+        raise ValueError(f"{layout.dimensions} dimensions are over {DIMENSIONS}")
+    for i in range(layout.dimensions):
+        layout.shape[i] = shape[i]
+        layout.strides[i] = strides[i]
+    return join_items(layout, item)
+
+
+cdef int find_layout(object x, Layout *layout, bint on_device) except -1:
     """Tell where the bytes of an object lie, in C order, without holding them."""
     cdef Py_buffer buffer
     cdef int64_t item
     cdef int i
+    layout.is_device = False
     if not PyObject_CheckBuffer(x):
+        if on_device and is_device_array(x):
+            return find_device_layout(x, layout)
         if not is_tensor(x):
-            return find_layout(as_ndarray(x), layout)
+            return find_layout(as_ndarray(x), layout, False)
         check_host(x)
         layout.address = x.data_ptr()
-        layout.dimensions = x.dim()
-        item = x.element_size()
-        shape, strides = tuple(x.shape), byte_strides(x)
-        if layout.dimensions > DIMENSIONS:
-            raise ValueError(f"{layout.dimensions} dimensions are over {DIMENSIONS}")
-        for i in range(layout.dimensions):
-            layout.shape[i] = shape[i]
-            layout.strides[i] = strides[i]
-        return join_items(layout, item)
+        return lay_out(layout, tuple(x.shape), byte_strides(x), x.element_size())
     if type(x) is not bytes:
         check_items(x)
     PyObject_GetBuffer(x, &buffer, PyBUF_STRIDED_RO)
@@ -327,7 +376,7 @@ cdef int find_whole(object owner, Extent *extent) except -1:
     if is_ndarray(owner):
         if read_ndarray(owner, &extent.address, &extent.size, &extent.readonly):
             return 0
-        find_layout(owner, &layout)
+        find_layout(owner, &layout, False)
         extent.address = layout.low
         extent.size = layout.span
         extent.readonly = not owner.flags.writeable
@@ -338,7 +387,7 @@ cdef int find_whole(object owner, Extent *extent) except -1:
             extent.size = owner.nbytes()
             extent.readonly = False
             return 0
-    return find_extent(owner, extent)
+    return find_extent(owner, extent, False)
 
 
 cdef HostMemory hold_owner(object owner, const Extent *extent):
@@ -351,7 +400,7 @@ cdef HostMemory hold_owner(object owner, const Extent *extent):
 
 @cython.final
 @cython.no_gc
-cdef class Mapping:
+cdef class Pages:
     """Pages of this process, unmapped when nothing holds them any more."""
 
     cdef void *start
@@ -364,7 +413,7 @@ cdef class Mapping:
 
 cdef HostMemory allocate(uint64_t size, bint huge_pages, int numa_node, int fd):
     """Map pages of their own, on one node, and of one file, if these aren't -1."""
-    cdef Mapping mapping = Mapping.__new__(Mapping)
+    cdef Pages mapping = Pages.__new__(Pages)
     cdef uint64_t page = _host.huge_page_size() if huge_pages else mmap.PAGESIZE
     cdef int flags = MAP_SHARED if fd >= 0 else MAP_PRIVATE | MAP_ANONYMOUS
     cdef void *start
@@ -394,7 +443,7 @@ cdef object allocation_error(uint64_t size, bint huge_pages, int fd):
     )
 
 
-cdef int bind_pages(Mapping mapping, int node) except -1:
+cdef int bind_pages(Pages mapping, int node) except -1:
     """Have pages come from one node, which they do when they are first touched."""
     cdef unsigned long mask[16]
     cdef int bits = 8 * sizeof(unsigned long)

@@ -6,9 +6,13 @@ from ._view cimport Registration, rdmaview_view
 cdef extern from "segment_index.h" nogil:
     ctypedef struct piece_list:
         uint64_t *starts
+        uint64_t *signposts
         rdmaview_view *wholes
         size_t count
 
+    const size_t SIGNPOST_STEP
+
+    void set_signposts(piece_list *pieces, size_t first)
     size_t find_piece(const piece_list *pieces, uint64_t address)
     bint cut_piece(
         const piece_list *pieces,

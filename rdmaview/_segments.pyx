@@ -42,6 +42,11 @@ from ._errors import NotRegisteredError
 cdef enum:
     # Shorter loops cost less than to give the GIL away and get it back.
     LONG = 4096
+    # Where a range may lie: in what was registered as a device's, in the rest, or in both.
+    ANY = 2
+    # How a piece was used by an array of views; 1 is by an address.
+    BY_ARRAY = 2
+    BY_DEVICE_ARRAY = 4
 
 
 @cython.final
@@ -56,6 +61,7 @@ cdef class PieceList:
 
     def __dealloc__(self):
         free(self.list.starts)
+        free(self.list.signposts)
         free(self.list.wholes)
 
     cdef int reserve(self, size_t count) except -1:
@@ -68,6 +74,12 @@ cdef class PieceList:
         if block == NULL:
             raise MemoryError()
         self.list.starts = <uint64_t *>block
+        block = realloc(
+            self.list.signposts, (count // SIGNPOST_STEP + 1) * sizeof(uint64_t)
+        )
+        if block == NULL:
+            raise MemoryError()
+        self.list.signposts = <uint64_t *>block
         block = realloc(self.list.wholes, count * sizeof(rdmaview_view))
         if block == NULL:
             raise MemoryError()
@@ -94,6 +106,7 @@ cdef PieceList changeable(SegmentIndex index, size_t count):
             pieces.list.count * sizeof(rdmaview_view),
         )
         copy.list.count = pieces.list.count
+        set_signposts(&copy.list, 0)
         copy.registrations = list(pieces.registrations)
         index.pieces = copy
         return copy
@@ -109,15 +122,29 @@ cdef inline Registration registration_at(PieceList pieces, size_t i):
     return <Registration>(<list>pieces.registrations)[<Py_ssize_t>i]
 
 
-cdef MemoryRegionView cut_one(PieceList pieces, uint64_t address, uint64_t size):
+cdef MemoryRegionView cut_one(
+    PieceList pieces, uint64_t address, uint64_t size, int is_device
+):
     cdef size_t found = find_piece(&pieces.list, address)
     cdef MemoryRegion mr
     cdef rdmaview_view view
     if not cut_piece(&pieces.list, found, address, size, &view):
         raise NotRegisteredError(why_not(pieces, address, size))
     mr = <MemoryRegion>registration_at(pieces, found)
+    check_kind(mr, address, is_device)
     check_cuttable(mr)
     return new_view(&view, mr)
+
+
+cdef int check_kind(MemoryRegion mr, uint64_t address, int is_device) except -1:
+    # The address of a dma-buf is as its user chose it: it could be an array's, too.
+    if is_device != ANY and is_device != mr.is_device:
+        kinds = ("a device's", "host") if is_device else ("host", "a device's")
+        raise NotRegisteredError(
+            f"what is registered at {address:#x} is {kinds[1]} memory, and the array is "
+            f"of {kinds[0]}"
+        )
+    return 0
 
 
 cdef list overlapping(PieceList pieces, uint64_t address, uint64_t size):
@@ -193,7 +220,9 @@ cdef class Split:
     def __dealloc__(self):
         free(self.views)
 
-    cdef int add(self, uint64_t address, uint64_t size, str what) except -1:
+    cdef int add(
+        self, uint64_t address, uint64_t size, int is_device, str what
+    ) except -1:
         cdef uint64_t part = 0
         cdef uint64_t left = size
         cdef uint64_t at = address
@@ -220,6 +249,7 @@ cdef class Split:
                 )
                 if not part:
                     raise NotRegisteredError(why_not(self.pieces, address, size, what))
+            check_kind(<MemoryRegion>registration_at(self.pieces, piece), at, is_device)
             self.used.add(registration_at(self.pieces, piece))
             self.count += 1
             if not size:
@@ -259,6 +289,10 @@ cdef int attach(ViewArray views, PieceList pieces, const unsigned char *used) ex
     for i in range(pieces.list.count):
         if used[i]:
             mr = <MemoryRegion>registration_at(pieces, i)
+            if used[i] & BY_ARRAY:
+                check_kind(mr, mr.whole.virtual_addr, False)
+            if used[i] & BY_DEVICE_ARRAY:
+                check_kind(mr, mr.whole.virtual_addr, True)
             check_cuttable(mr)
             is_sorted = is_sorted and mr.whole.id > last
             last = mr.whole.id
@@ -316,9 +350,9 @@ cdef class SegmentIndex:
                 "64 bits"
             )
         if not split:
-            return cut_one(self.pieces, address, length)
+            return cut_one(self.pieces, address, length, ANY)
         pieces = new_split(self)
-        pieces.add(address, length, "them")
+        pieces.add(address, length, ANY, "them")
         return pieces.result()
 
     def view_of(self, array, split=False):
@@ -327,7 +361,8 @@ cdef class SegmentIndex:
         Parameters
         ----------
         array : object with host memory
-            Its own first byte and size count, not those of its base.
+            Its own first byte and size count, not those of its base. Or an array or
+            tensor of device memory, if such is registered.
         split : bool, default False
             As in `view_at`.
 
@@ -347,11 +382,13 @@ cdef class SegmentIndex:
         """
         cdef Extent extent
         cdef Split pieces
-        find_extent(array, &extent)
+        find_extent(array, &extent, True)
         if not split:
-            return cut_one(self.pieces, extent.address, extent.size)
+            return cut_one(
+                self.pieces, extent.address, extent.size, extent.is_device
+            )
         pieces = new_split(self)
-        pieces.add(extent.address, extent.size, "them")
+        pieces.add(extent.address, extent.size, extent.is_device, "them")
         return pieces.result()
 
     def runs_of(self, array, split=False):
@@ -384,11 +421,13 @@ cdef class SegmentIndex:
         cdef uint64_t at
         cdef uint64_t start = 0
         cdef uint64_t size = 0
-        find_layout(array, &layout)
+        find_layout(array, &layout, True)
         if not split:
             if not layout.count:
                 return new_view_array(0, ())
-            whole = cut_one(self.pieces, layout.low, layout.span)
+            whole = cut_one(
+                self.pieces, layout.low, layout.span, layout.is_device
+            )
             views = new_view_array(layout.count, (whole.registration,))
             shorten(
                 views, cut_runs(&whole.value, &layout, <rdmaview_view *>views.start)
@@ -402,10 +441,10 @@ cdef class SegmentIndex:
                 size += layout.piece
                 continue
             if size:
-                pieces.add(start, size, "them")
+                pieces.add(start, size, layout.is_device, "them")
             start, size = at, layout.piece
         if size:
-            pieces.add(start, size, "them")
+            pieces.add(start, size, layout.is_device, "them")
         return pieces.result()
 
     def views_of(self, arrays, split=False):
@@ -443,8 +482,10 @@ cdef class SegmentIndex:
         if split:
             cuts = new_split(self)
             for i in range(len(items)):
-                find_extent(items[i], &extent)
-                cuts.add(extent.address, extent.size, f"array {i}")
+                find_extent(items[i], &extent, True)
+                cuts.add(
+                    extent.address, extent.size, extent.is_device, f"array {i}"
+                )
             return cuts.result()
         views = new_view_array(len(items), ())
         used = <unsigned char *>calloc(pieces.list.count + 1, 1)
@@ -454,7 +495,7 @@ cdef class SegmentIndex:
         pieces.readers += 1
         try:
             for i in range(views.count):
-                find_extent(items[i], &extent)
+                find_extent(items[i], &extent, True)
                 found = find_piece(&pieces.list, extent.address)
                 if not cut_piece(
                     &pieces.list,
@@ -466,7 +507,7 @@ cdef class SegmentIndex:
                     raise NotRegisteredError(
                         why_not(pieces, extent.address, extent.size, f"array {i}")
                     )
-                used[found] = 1
+                used[found] |= BY_DEVICE_ARRAY if extent.is_device else BY_ARRAY
             attach(views, pieces, used)
         finally:
             pieces.readers -= 1
@@ -515,6 +556,7 @@ cdef class SegmentIndex:
                 cuts.add(
                     address.values[i * address.step],
                     size.values[i * size.step],
+                    ANY,
                     f"range {i}",
                 )
             return cuts.result()
@@ -617,6 +659,7 @@ cdef class SegmentIndex:
             pieces.registrations.append(piece.registration)
             pieces.list.count += 1
         pieces.list.starts[pieces.list.count] = UINT64_MAX
+        set_signposts(&pieces.list, 0)
         self.pieces = pieces
         return hidden
 
@@ -646,6 +689,7 @@ cdef int splice(PieceList pieces, size_t first, size_t last, list added) except 
     """Put pieces in the place of others; the room is there."""
     cdef MemoryRegionView piece
     cdef size_t count = len(added)
+    cdef size_t changed = first
     cdef size_t after = pieces.list.count - last
     # A region may end with the list that held it: not before all is in its place.
     replaced = pieces.registrations[first:last]
@@ -664,7 +708,8 @@ cdef int splice(PieceList pieces, size_t first, size_t last, list added) except 
         pieces.list.starts[first] = piece.value.virtual_addr
         pieces.list.wholes[first] = piece.value
         first += 1
-    pieces.list.count += count - (last - (first - count))
+    pieces.list.count += count - (last - changed)
+    set_signposts(&pieces.list, changed)
     del replaced
     return 0
 

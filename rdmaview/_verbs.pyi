@@ -62,6 +62,7 @@ class ProtectionDomain(Handle):
         *,
         iova: SupportsIndex | None = None,
         owner: object | None = None,
+        is_device: bool = False,
     ) -> MemoryRegion: ...
     def reg_dmabuf_mr(
         self,

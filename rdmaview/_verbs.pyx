@@ -775,7 +775,14 @@ cdef class ProtectionDomain(Handle):
         return register(self, memory, fitting_rights(memory, rights, buffer), iova)
 
     def reg_mr_address(
-        self, addr, length, access=IBV_ACCESS_LOCAL_WRITE, *, iova=None, owner=None
+        self,
+        addr,
+        length,
+        access=IBV_ACCESS_LOCAL_WRITE,
+        *,
+        iova=None,
+        owner=None,
+        is_device=False,
     ):
         """Register memory by its address.
 
@@ -790,6 +797,9 @@ cdef class ProtectionDomain(Handle):
             As in `reg_mr`.
         owner : object, optional
             Kept alive until the region is deregistered and no array of it is left.
+        is_device : bool, default False
+            The address is of a GPU's memory, which only a driver with peer memory
+            support (nvidia-peermem) can register; views of it give no array.
 
         Returns
         -------
@@ -817,6 +827,7 @@ cdef class ProtectionDomain(Handle):
         memory = hold_address(
             address, size, not rights & IBV_ACCESS_LOCAL_WRITE, owner
         )
+        memory.is_device = bool(is_device)
         return register(self, memory, rights, iova)
 
     def reg_dmabuf_mr(self, fd, offset, length, access, *, iova):
@@ -1157,7 +1168,8 @@ cdef class MemoryRegion(Registration):
         Parameters
         ----------
         array : object with host memory
-            Its own first byte and size count, not those of its base.
+            Its own first byte and size count, not those of its base. If the region is
+            of device memory, an array or tensor of that.
 
         Returns
         -------
@@ -1167,13 +1179,16 @@ cdef class MemoryRegion(Registration):
         ------
         ValueError
             The array is not inside the region.
+        TypeError
+            The array is of device memory and the region is not, or the other way round.
         BufferError
             The array is not contiguous.
         StaleViewError
             The region is closed.
         """
         cdef Extent extent
-        find_extent(array, &extent)
+        find_extent(array, &extent, self.is_device)
+        check_kind(self, extent.is_device)
         check_inside(self, extent.address, extent.size, "the array")
         return cut(self, extent.address - self.whole.virtual_addr, extent.size)
 
@@ -1205,7 +1220,8 @@ cdef class MemoryRegion(Registration):
         cdef Py_ssize_t i
         check_cuttable(self)
         for i in range(views.count):
-            find_extent(items[i], &extent)
+            find_extent(items[i], &extent, self.is_device)
+            check_kind(self, extent.is_device)
             if not rdmaview_slice(
                 &self.whole,
                 extent.address - self.whole.virtual_addr,
@@ -1238,7 +1254,8 @@ cdef class MemoryRegion(Registration):
         """
         cdef Layout layout
         cdef ViewArray views
-        find_layout(array, &layout)
+        find_layout(array, &layout, self.is_device)
+        check_kind(self, layout.is_device)
         check_cuttable(self)
         if layout.count:
             check_inside(self, layout.low, layout.span, "the array")
@@ -1374,8 +1391,9 @@ cdef MemoryRegion register(
             error = last_errno()
     if error:
         pd.children -= 1
-        raise_registration_error(pd, address, size, rdma_addr, rights, error)
+        raise_registration_error(pd, memory, rdma_addr, rights, error)
     mr.memory = memory
+    mr.is_device = memory.is_device
     mr.is_cyclic = memory.is_cyclic
     mr.readonly = memory.readonly
     begin_region(mr, pd, rights, address, rdma_addr, size)
@@ -1549,6 +1567,16 @@ cdef int check_on_demand(Context context, int rights) except -1:
             f"access {rights_text(rights)}: {context.name} lacks {', '.join(lacks)} for RC "
             "queue pairs",
             "Register without ON_DEMAND: then the memory is pinned",
+        )
+    return 0
+
+
+cdef int check_kind(MemoryRegion mr, bint is_device) except -1:
+    # The address of a dma-buf is as its user chose it: it could be an array's, too.
+    if is_device != mr.is_device:
+        raise TypeError(
+            f"the array is of host memory, and the region of {mr.whole.size} bytes at "
+            f"{mr.whole.virtual_addr:#x} of a device's"
         )
     return 0
 
@@ -1783,12 +1811,7 @@ cdef str rights_text(int rights):
 
 
 cdef int raise_registration_error(
-    ProtectionDomain pd,
-    uint64_t address,
-    uint64_t size,
-    uint64_t rdma_addr,
-    int rights,
-    int error,
+    ProtectionDomain pd, HostMemory memory, uint64_t rdma_addr, int rights, int error
 ) except -1:
     cdef Context context = pd.context
     cdef Library library = context.library
@@ -1797,7 +1820,7 @@ cdef int raise_registration_error(
         and library.verbs.is_fork_initialized() == IBV_FORK_ENABLED
     )
     if error == EOPNOTSUPP and library.verbs.reg_mr_iova2 == NULL and (
-        library.verbs.reg_mr_iova == NULL and rdma_addr != address
+        library.verbs.reg_mr_iova == NULL and rdma_addr != memory.address
     ):
         raise_verbs_error(
             error,
@@ -1809,8 +1832,9 @@ cdef int raise_registration_error(
     detail, hint = _host.explain_registration(
         max(error, 0),
         context.name,
-        address,
-        size,
+        memory.address,
+        memory.size,
+        memory.is_device,
         rights_text(rights),
         context.mr_count,
         context.mr_bytes,

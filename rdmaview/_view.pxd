@@ -103,14 +103,14 @@ cdef enum State:
 cdef class Registration:
     # May what owns the memory refer back to a view? view_type.h reads this, as the first.
     cdef bint is_cyclic
-    # Beside it: a look-up among many registrations finds neither in the cache.
+    # Beside it: a look-up among many registrations finds none of these in the cache.
     cdef State state
+    # Of a device other than the processor, which can't read it by an address.
+    cdef bint is_device
     cdef rdmaview_view whole
     # The exporter of arrays: keeps the bytes, but not the registration, alive.
     cdef object memory
     cdef bint readonly
-    # Of a device other than the processor, which can't read it by an address.
-    cdef bint is_device
     cdef Process process
 
 

@@ -17,25 +17,52 @@
 /* Searched in step, so that the cache misses of one overlap those of the others. */
 #define LANES 16
 
-/* `starts` has one more than `count`: UINT64_MAX, after which no piece begins. */
+/* Two cache lines of starts to a signpost. */
+#define SIGNPOST_STEP 16
+
+/*
+ * `starts` has one more than `count`: UINT64_MAX, after which no piece begins.
+ * `signposts` has every sixteenth of them: few enough to stay in the nearest cache.
+ */
 typedef struct {
 	uint64_t *starts;
+	uint64_t *signposts;
 	rdmaview_view *wholes;
 	size_t count;
 } piece_list;
 
-/* The last piece that starts at or before the address; the first one if none does. */
-static inline size_t find_piece(const piece_list *pieces, uint64_t address)
+/* After a change of the starts from the piece `first` on. */
+static inline void set_signposts(piece_list *pieces, size_t first)
 {
-	size_t low = 0, left = pieces->count, half;
+	size_t i;
+
+	for (i = first / SIGNPOST_STEP; i * SIGNPOST_STEP < pieces->count; i++)
+		pieces->signposts[i] = pieces->starts[i * SIGNPOST_STEP];
+}
+
+/* The last of the starts at or before the address; the first one if none is. */
+static inline size_t find_last(const uint64_t *starts, size_t left, uint64_t address)
+{
+	size_t low = 0, half;
 
 	while (left > 1) {
 		half = left / 2;
 		/* A mask: a branch would be mispredicted every other time. */
-		low += half & -(size_t)(pieces->starts[low + half] <= address);
+		low += half & -(size_t)(starts[low + half] <= address);
 		left -= half;
 	}
 	return low;
+}
+
+/* The last piece that starts at or before the address; the first one if none does. */
+static inline size_t find_piece(const piece_list *pieces, uint64_t address)
+{
+	size_t posts = (pieces->count + SIGNPOST_STEP - 1) / SIGNPOST_STEP;
+	size_t first = find_last(pieces->signposts, posts, address) * SIGNPOST_STEP;
+	size_t left = pieces->count - first;
+
+	return first + find_last(pieces->starts + first,
+				 left < SIGNPOST_STEP ? left : SIGNPOST_STEP, address);
 }
 
 static inline void find_lanes(const piece_list *pieces,

@@ -251,13 +251,18 @@ class SegmentTable(SegmentIndex):
 
         What was registered or adopted otherwise stays. Of a segment that is retired the
         views keep their registration, until the last of them is gone or `reap` is
-        called; it is found no more. It is all or nothing.
+        called; it is found no more. It is all or nothing. Scanners are in
+        `rdmaview.scanners` and `rdmaview.torch`.
 
         Parameters
         ----------
         segments : iterable of tuple
-            ``(addr, size, *more)`` of each. Whatever is in `more` names the memory that
-            is there: if it differs from the last time, the memory is another.
+            ``(addr, size)``, ``(addr, size, device)`` or ``(addr, size, device, *more)``
+            of each. `device` is None or "cpu" for host memory, else of device memory,
+            as ``"cuda:0"``: views of that give no array. Whatever is in `more` tells the
+            memory that is there from other memory at its address: if it differs from
+            the last time, or `device` does, the segment is registered anew. It is kept
+            for as long as the segment is in the table, and so may own the memory.
 
         Returns
         -------
@@ -268,6 +273,8 @@ class SegmentTable(SegmentIndex):
         ValueError
             Two begin at one address, or one is empty or overlaps a segment that has
             other rights.
+        TypeError
+            A device is no text.
         VerbsError
             A registration failed. The table is as it was.
         """
@@ -290,7 +297,9 @@ class SegmentTable(SegmentIndex):
                     if addr in kept:
                         continue
                     self._check_overlaps(addr, size, access, exact=True)
-                    pieces = self._register_pieces(addr, size, access, None)
+                    pieces = self._register_pieces(
+                        addr, size, access, is_device=_is_device(*generation[:1])
+                    )
                     fresh[addr] = Segment(addr, size, access, pieces)
                     fresh[addr]._generation = generation
             except BaseException:
@@ -428,7 +437,7 @@ class SegmentTable(SegmentIndex):
             return tuple(cut)
         return None
 
-    def _register_pieces(self, addr, size, access, owner):
+    def _register_pieces(self, addr, size, access, owner=None, is_device=False):
         """Register a range, in more than one region if it is too large for one."""
         largest = self._pd.context.attributes.max_mr_size
         if size > largest:
@@ -437,7 +446,9 @@ class SegmentTable(SegmentIndex):
         try:
             for at in range(addr, addr + size, largest) if size else (addr,):
                 length = min(largest, addr + size - at)
-                mr = self._pd.reg_mr_address(at, length, access, owner=owner)
+                mr = self._pd.reg_mr_address(
+                    at, length, access, owner=owner, is_device=is_device
+                )
                 pieces.append(mr.view())
         except BaseException:
             for piece in pieces:
@@ -553,6 +564,14 @@ class SegmentTable(SegmentIndex):
             if place.get(key) is segment:
                 return place, key
         raise ValueError(f"{segment!r} is not in the table, or not any more")
+
+
+def _is_device(device=None):
+    if device is not None and not isinstance(device, str):
+        raise TypeError(
+            f"a segment's device is None or text such as 'cuda:0', not {device!r}"
+        )
+    return device not in (None, "cpu")
 
 
 def _hidden_entry(piece):

@@ -1,4 +1,4 @@
-"""Raw memory, what the kernel says of this process, and processes of a test's own."""
+"""Raw memory, tensors, what the kernel says of this process, processes of a test's own."""
 
 import contextlib
 import ctypes
@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 PAGE = mmap.PAGESIZE
 MAP_NORESERVE = 0x4000
@@ -31,11 +32,11 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @contextlib.contextmanager
-def mapping(size, address=None, flags=0, protection=PROT_RW):
-    """Map anonymous memory, at the address if one is given; give its address."""
-    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+def mapping(size, address=None, flags=0, protection=PROT_RW, file=-1):
+    """Map anonymous memory or a file, at the address if one is given; give that."""
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
     flags |= MAP_FIXED_NOREPLACE if address else 0
-    mapped = libc.mmap(address, size, protection, flags, -1, 0)
+    mapped = libc.mmap(address, size, protection, flags, file, 0)
     if mapped == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, f"mmap: {errno.errorcode[error]}")
@@ -124,3 +125,36 @@ def drop_capability(number):
     words[0].effective &= ~(1 << number)
     words[0].permitted &= ~(1 << number)
     assert libc.capset(ctypes.byref(header), words) == 0
+
+
+class Tensor:
+    """What torch's tensors of the CPU show of themselves; bfloat16 if `items` is u2."""
+
+    def __init__(self, items, device="cpu", storage=None):
+        self.items = items
+        self.device = SimpleNamespace(type=device.split(":")[0])
+        self.device.__str__ = lambda: device
+        self.is_cuda = device.startswith("cuda")
+        self.shape = items.shape
+        self.storage = storage or SimpleNamespace(data=items)
+
+    def data_ptr(self):
+        return self.items.__array_interface__["data"][0]
+
+    def untyped_storage(self):
+        return self.storage
+
+    def is_contiguous(self):
+        return self.items.flags.c_contiguous
+
+    def numel(self):
+        return self.items.size
+
+    def element_size(self):
+        return self.items.itemsize
+
+    def dim(self):
+        return self.items.ndim
+
+    def stride(self):
+        return tuple(step // self.items.itemsize for step in self.items.strides)

@@ -368,9 +368,8 @@ def test_a_read_needs_the_right_to_write_locally(pair, pd, sides):
         assert not pinned(mr)
 
 
-def test_a_view_over_max_msg_sz_is_refused_by_its_place(pd, cq, is_soft):
-    if not is_soft:
-        pytest.skip("soft0's max_msg_sz can be set")
+@pytest.mark.soft_only("its max_msg_sz can be set")
+def test_a_view_over_max_msg_sz_is_refused_by_its_place(pd, cq):
     rv.softverbs.configure(max_msg_sz=128)
     with pd.create_qp(cq) as a, pd.create_qp(cq) as b, pd.reg_mr(bytearray(512)) as mr:
         a.connect(b.info)

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from helpers import open_files
+from helpers import Tensor, address_of, open_files
 
 import rdmaview as rv
 
@@ -82,9 +82,9 @@ def test_its_views_give_no_bytes(pd, allocation):
             lambda: memoryview(mr[:8]),
             mr.view().array,
         ):
-            with pytest.raises(BufferError, match="dma-buf"):
+            with pytest.raises(BufferError, match="device memory"):
                 call()
-        with pytest.raises(BufferError, match="dma-buf"):
+        with pytest.raises(BufferError, match="device memory"):
             pd.reg_mr(mr[:])
 
 
@@ -144,6 +144,106 @@ def test_a_device_that_takes_none_says_so(pd, allocation, is_soft, device_name):
     with pytest.raises(rv.VerbsError, match=f"{device_name} .* takes no dma-bufs"):
         pd.reg_dmabuf_mr(fd, 0, PAGE, RIGHTS, iova=BASE)
     assert pd.context.mr_count == 0
+
+
+class CudaArray:
+    """What arrays of CUDA show of themselves; the bytes are the processor's here."""
+
+    def __init__(self, items):
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": items.shape,
+            "typestr": items.dtype.str,
+            "data": (items.__array_interface__["data"][0], False),
+            "strides": None if items.flags.c_contiguous else items.strides,
+        }
+
+
+DEVICE_ARRAYS = {
+    "__cuda_array_interface__": CudaArray,
+    "tensor": lambda items: Tensor(items, "cuda:0"),
+}
+each_kind = pytest.mark.parametrize("make", DEVICE_ARRAYS.values(), ids=DEVICE_ARRAYS)
+
+
+class TestAnAddressOfDeviceMemory:
+    """Stood for by host memory, which a device reads at its address as well."""
+
+    @pytest.fixture
+    def memory(self):
+        return np.arange(2 * PAGE, dtype="u2").reshape(-1, 64)
+
+    @pytest.fixture
+    def mr(self, pd, memory):
+        with pd.reg_mr_address(
+            address_of(memory), memory.nbytes, RIGHTS, owner=memory, is_device=True
+        ) as mr:
+            yield mr
+
+    @pytest.fixture
+    def table(self, pd, memory):
+        with rv.SegmentTable(pd, RIGHTS) as table:
+            table.sync([(address_of(memory), memory.nbytes, "cuda:0")])
+            yield table
+
+    def test_gives_no_array(self, mr, table, memory):
+        for view in (mr[:8], table.view_at(address_of(memory), 8)):
+            with pytest.raises(BufferError, match="device memory"):
+                view.array()
+
+    def test_is_moved_by_the_device(self, pd, pair, mr, memory):
+        with pd.reg_mr(bytearray(128), RIGHTS) as here:
+            pair.a.read(here[:], mr[128:256].remote())
+            assert (here[:].array("u2") == memory[1]).all()
+
+    @each_kind
+    def test_is_found_by_its_arrays(self, mr, table, memory, make):
+        for found in (mr, table):
+            part = memory[2:4]
+            view = found.view_of(make(part))
+            assert (view.virtual_addr, view.size) == (address_of(part), part.nbytes)
+            assert list(found.views_of([make(part)])) == [view]
+            assert list(found.runs_of(make(part))) == [view]
+            first = found.runs_of(make(memory[:3, :8]))
+            assert [v.size for v in first] == [16, 16, 16]
+            assert first[2].virtual_addr == address_of(memory) + 2 * 128
+            with pytest.raises(
+                BufferError, match=r"shape \(3, 8\), strides \(128, 2\)"
+            ):
+                found.view_of(make(memory[:3, :8]))
+        assert list(table.view_of(make(part), split=True)) == [view]
+
+    def test_is_not_taken_for_host_memory(self, mr, table, memory):
+        for call in (
+            mr.view_of,
+            mr.runs_of,
+            lambda array: mr.views_of([array]),
+        ):
+            with pytest.raises(TypeError, match="of host memory"):
+                call(memory)
+        for split in (False, True):
+            for call in (table.view_of, table.runs_of):
+                with pytest.raises(rv.NotRegisteredError, match="a device's memory"):
+                    call(memory, split=split)
+            with pytest.raises(rv.NotRegisteredError, match="a device's memory"):
+                table.views_of([memory], split=split)
+
+    @each_kind
+    def test_nor_host_memory_for_it(self, pd, memory, make):
+        with pd.reg_mr(memory) as mr, pytest.raises(TypeError, match="device memory"):
+            mr.view_of(make(memory))
+        with rv.SegmentTable(pd) as table:
+            table.register(memory)
+            with pytest.raises(rv.NotRegisteredError, match="host memory"):
+                table.view_of(make(memory))
+        with rv.RegistrationCache(pd) as cache:
+            with pytest.raises(TypeError, match="device memory"):
+                cache.view_of(make(memory))
+
+    def test_that_no_driver_serves_says_what_to_do(self, pd):
+        with pytest.raises(rv.VerbsError, match=r"nvidia-peermem.*reg_dmabuf_mr"):
+            pd.reg_mr_address(BASE, PAGE, is_device=True)
+        assert pd.context.mr_count == 0
 
 
 ON_DEMAND = rv.Access.LOCAL_WRITE | rv.Access.ON_DEMAND

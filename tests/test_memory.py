@@ -7,10 +7,10 @@ import sys
 import weakref
 from array import array as items_of
 from multiprocessing import shared_memory
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import Tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,39 +32,6 @@ def mr(pd, memory):
 
 def bytes_of(views):
     return b"".join(view.array().tobytes() for view in views)
-
-
-class Tensor:
-    """What torch's tensors of the CPU show of themselves; bfloat16 if `items` is u2."""
-
-    def __init__(self, items, device="cpu", storage=None):
-        self.items = items
-        self.device = SimpleNamespace(type=device.split(":")[0])
-        self.device.__str__ = lambda: device
-        self.is_cuda = device.startswith("cuda")
-        self.shape = items.shape
-        self.storage = storage or SimpleNamespace(data=items)
-
-    def data_ptr(self):
-        return self.items.__array_interface__["data"][0]
-
-    def untyped_storage(self):
-        return self.storage
-
-    def is_contiguous(self):
-        return self.items.flags.c_contiguous
-
-    def numel(self):
-        return self.items.size
-
-    def element_size(self):
-        return self.items.itemsize
-
-    def dim(self):
-        return self.items.ndim
-
-    def stride(self):
-        return tuple(step // self.items.itemsize for step in self.items.strides)
 
 
 class Interface:

@@ -108,7 +108,8 @@ class Worker:
                 high, generation = wanted
                 self.scanned[low] = wanted
                 address = self.start + low * PAGE
-                self.shared.found[address] = (address, (high - low) * PAGE, generation)
+                size = (high - low) * PAGE
+                self.shared.found[address] = (address, size, None, generation)
             self.shared.table.sync(self.shared.found.values())
 
     def grow(self):

@@ -20,6 +20,8 @@ ROOMS = [
     "cli",
     "_cache",
     "segments",
+    "scanners",
+    "torch",
     "_segments",
     "softverbs",
     "_queue",

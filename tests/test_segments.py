@@ -77,6 +77,23 @@ class TestLookUp:
         with pytest.raises(rv.NotRegisteredError, match="a part of them is in"):
             table.view_of(memory, split=True)
 
+    def test_finds_every_one_as_they_come_and_go(self, table, memory):
+        parts = [memory[at : at + 8] for at in range(0, 70 * 16, 16)]
+        order = np.random.default_rng(5)
+        segments = {}
+        for step in range(200):
+            place = int(order.integers(len(parts)))
+            if place in segments:
+                table.remove(segments.pop(place))
+            else:
+                segments[place] = table.register(parts[place])
+            for at, part in enumerate(parts if step % 10 == 0 else ()):
+                if at in segments:
+                    assert table.view_of(part) == segments[at].pieces[0]
+                else:
+                    with pytest.raises(rv.NotRegisteredError):
+                        table.view_of(part)
+
     def test_of_many_gives_what_each_gives(self, table, memory):
         for at in range(0, 8, 2):
             table.register(memory[at * PAGE : (at + 1) * PAGE])
@@ -290,10 +307,10 @@ class TestSync:
 
     def test_serves_no_old_key_at_a_recycled_address(self, table):
         with mapping(4 * PAGE) as start:
-            table.sync([(start, PAGE, "first")])
+            table.sync([(start, PAGE, None, "first")])
             old = table.view_at(start, PAGE)
         with mapping(4 * PAGE, start):
-            report = table.sync([(start, 4 * PAGE, "second")])
+            report = table.sync([(start, 4 * PAGE, None, "second")])
             assert (len(report.added), len(report.retired)) == (1, 1)
             new = table.view_at(start, PAGE)
             assert (new.id, new.rkey) != (old.id, old.rkey)
