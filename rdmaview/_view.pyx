@@ -171,7 +171,8 @@ cdef class MemoryRegionView:
         check_attached(self, "its memory")
         if self.registration.is_device:
             raise BufferError(
-                "this view is of device memory, which the processor does not read. Move them to and from host memory by reads and writes"
+                "this view is of device memory, which the processor does not read. Move "
+                "its bytes to and from host memory by reads and writes"
             )
         if flags & PyBUF_WRITABLE and self.registration.readonly:
             raise BufferError("this view is of a read-only buffer")

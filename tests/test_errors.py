@@ -259,7 +259,16 @@ class TestAHint:
 
     def explain(self, error, address, size, fork=False, mr_count=0, mr_bytes=0):
         return _host.explain_registration(
-            error, "dev0", address, size, "LOCAL_WRITE", mr_count, mr_bytes, 100, fork
+            error,
+            "dev0",
+            address,
+            size,
+            False,
+            "LOCAL_WRITE",
+            mr_count,
+            mr_bytes,
+            100,
+            fork,
         )
 
     @pytest.mark.parametrize(
