@@ -3,9 +3,11 @@
 import itertools
 import random
 import re
+import struct
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rdmaview as rv
@@ -13,7 +15,7 @@ from rdmaview import MemoryRegionView
 
 pytestmark = pytest.mark.no_device
 
-HEADER_CHECK = Path(__file__).parent / "c" / "header_check.c"
+C_SOURCES = Path(__file__).parent / "c"
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 COMPILERS = {
     "c99": ["gcc", "-std=c99", "-pedantic", *STRICT],
@@ -84,21 +86,28 @@ def answer(a, b, offset, size):
 
 
 @pytest.fixture(scope="module")
-def run_header_check(tmp_path_factory):
-    def run(dialect, lines):
-        program = tmp_path_factory.mktemp("header") / "header_check"
+def run_c(tmp_path_factory):
+    """Compile a program with nothing but the header, and give it its input."""
+
+    def run(name, dialect, data):
+        program = tmp_path_factory.mktemp("header") / name
+        source = C_SOURCES / f"{name}.c"
         subprocess.run(
-            [*COMPILERS[dialect], "-I", rv.get_include(), HEADER_CHECK, "-o", program],
+            [*COMPILERS[dialect], "-I", rv.get_include(), source, "-o", program],
             check=True,
         )
-        done = subprocess.run(
-            [program],
-            input="\n".join(lines),
-            text=True,
-            capture_output=True,
-            check=True,
-        )
-        return [[*map(int, line.split())] for line in done.stdout.splitlines()]
+        return subprocess.run(
+            [program], input=data, capture_output=True, check=True
+        ).stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_header_check(run_c):
+    def run(dialect, lines):
+        answers = run_c("header_check", dialect, "\n".join(lines).encode())
+        return [[*map(int, line.split())] for line in answers.decode().splitlines()]
 
     return run
 
@@ -117,6 +126,35 @@ def test_c_and_python_make_the_same_of_a_view(run_header_check, dialect):
 @DIALECTS
 def test_the_struct_is_40_bytes_in_the_order_of_the_fields(run_header_check, dialect):
     assert run_header_check(dialect, []) == [[40, 0, 8, 16, 24, 32, 36]]
+
+
+def counted(packed):
+    return struct.pack("=Q", len(packed)) + packed.tobytes()
+
+
+@DIALECTS
+def test_c_and_python_make_the_same_of_an_array(run_c, dialect):
+    whole = MemoryRegionView(0xABC001, 2**33, 2**20, 4096, 0x11, 0x22)
+    views = [whole, *whole.split(100), *whole.grid(20, 100, 64)]
+    views += [case[1] for case in make_cases()[::7]]
+    array = rv.ViewArray(views)
+    far = array.remote()
+    slices = whole.split(8)
+    expected = (
+        array.hash_array().tobytes()
+        + array[::-1].hash_array().tobytes()
+        + np.asarray(far).tobytes()
+        + far.hash_array().tobytes()
+        + counted(np.asarray(array.coalesce()))
+        + counted(np.asarray(far.coalesce()))
+        + array.to_bytes()[12:]
+        + far.to_bytes()[12:]
+        + struct.pack("=Q", len(array))
+        + counted(np.asarray(slices[: len(array)]))
+        + counted(np.asarray(slices[: len(array)].remote()))
+    )
+    assert 40 < len(array.coalesce()) < len(array) < len(slices)
+    assert run_c("array_check", dialect, np.asarray(array).tobytes()) == expected
 
 
 def test_the_header_needs_no_other_than_the_c_library():

@@ -14,8 +14,8 @@ import rdmaview as rv
 
 pytestmark = [pytest.mark.no_device, pytest.mark.timeout(900)]
 
-TESTS = Path(__file__).parent
-REPOSITORY = TESTS.parent
+REPOSITORY = Path(__file__).parent.parent
+EXAMPLES = REPOSITORY / "examples"
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name != "PYTHONPATH"
 }
@@ -119,7 +119,15 @@ def test_the_wheel_has_the_command(environment):
         "py.typed",
         *(
             f"_{room}.{kind}"
-            for room in ("errors", "library", "view", "verbs", "queue")
+            for room in (
+                "errors",
+                "library",
+                "view",
+                "arrays",
+                "verbs",
+                "queue",
+                "segments",
+            )
             for kind in ("pxd", "pyi")
         ),
     ],
@@ -154,36 +162,53 @@ def test_get_include_of_an_editable_install_has_the_header():
     assert header.samefile(REPOSITORY / "include/rdmaview.h")
 
 
-def test_a_cython_module_reads_views_without_python(environment, tmp_path):
-    shutil.copytree(TESTS / "cython_consumer", tmp_path, dirs_exist_ok=True)
-    python, tools = environment / "bin/python", tmp_path / "tools"
+@pytest.fixture(scope="module")
+def view_shards(environment, tmp_path_factory):
+    """The example of a package that walks views in C, installed beside the wheel."""
+    source = tmp_path_factory.mktemp("view_shards")
+    shutil.copytree(EXAMPLES / "view_shards", source, dirs_exist_ok=True)
+    pip, tools = environment / "bin/pip", source / "tools"
+    run(pip, "install", "--target", tools, "Cython", "setuptools>=77", cwd=source)
     run(
-        *(
-            environment / "bin/pip",
-            "install",
-            "--target",
-            tools,
-            "Cython",
-            "setuptools",
-        ),
-        cwd=tmp_path,
-    )
-    run(
-        *(python, "setup.py", "build_ext", "--inplace"),
-        cwd=tmp_path,
+        *(pip, "install", "--no-build-isolation", "--no-deps", "."),
+        cwd=source,
         PYTHONPATH=str(tools),
     )
-    total, combined, hashes = ask(
-        environment,
-        f"import json, sys; sys.path.append({str(tmp_path)!r})\n"
-        "import consumer\n"
+    return environment
+
+
+def test_a_package_of_ones_own_deals_packed_views_in_c(view_shards):
+    places, sizes, hashes, lengths = ask(
+        view_shards,
+        "import json\n"
         "from rdmaview import MemoryRegionView\n"
+        "from view_shards import deal\n"
+        "view = MemoryRegionView(1, 2**40, 2**20, 4096, 5, 6)\n"
+        "views = view.views(range(0, 4000, 40), range(100))[::-1]\n"
+        "places, sizes = deal(views, 7)\n"
+        "print(json.dumps([places.tolist(), sizes.tolist(),"
+        " [hash(view) for view in views], [view.size for view in views]]))",
+    )
+    assert places == [number % 2**64 % 7 for number in hashes]
+    assert sizes == [
+        sum(size for size, place in zip(lengths, places, strict=True) if place == shard)
+        for shard in range(7)
+    ]
+
+
+def test_a_package_of_ones_own_walks_views_in_cython(view_shards):
+    place, none, combined, hashes = ask(
+        view_shards,
+        "import json\n"
+        "from rdmaview import MemoryRegionView\n"
+        "from view_shards import hash_of_slices, largest\n"
         "view = MemoryRegionView(2**63, 2**63, 3, 4096, 5, 6)\n"
-        "print(json.dumps([consumer.sum_of_fields(view, 3),"
-        " consumer.hash_of_slices(view, 64),"
+        "views = view.views([0, 8, 16], [1, 9, 2])\n"
+        "print(json.dumps([largest(views), largest(views[:0]),"
+        " hash_of_slices(view, 64),"
         " [hash(view[i:i + 64]) for i in range(0, 4096, 64)]]))",
     )
-    assert total == 3 * (3 + 4096 + 5 + 6)
+    assert (place, none) == (1, -1)
     expected = 0
     for number in hashes:
         expected ^= number % 2**64
