@@ -30,6 +30,14 @@ def mr(pd, memory):
         yield mr
 
 
+@pytest.fixture
+def arrow():
+    # Its import takes long in an emulated machine.
+    import pyarrow
+
+    return pyarrow
+
+
 def bytes_of(views):
     return b"".join(view.array().tobytes() for view in views)
 
@@ -314,6 +322,42 @@ class TestABufferOfOtherKinds:
         finally:
             shared.close()
             shared.unlink()
+
+    def test_may_be_arrows(self, pd, arrow):
+        column = arrow.array(range(1000), arrow.int64())
+        _, values = column.buffers()
+        with pd.reg_mr(values) as mr:
+            assert len(mr) == values.size
+            part = column[10:20].to_numpy()
+            assert mr.view_of(part) == mr[80:160]
+            assert mr[80:160].array("i8").tolist() == list(range(10, 20))
+
+    def test_of_arrows_over_bytes_is_read_only(self, pd, arrow):
+        with pd.reg_mr(arrow.py_buffer(b"text" * 100)) as mr:
+            assert mr.access == 0
+            assert bytes(mr[4:8]) == b"text"
+        with pytest.raises(BufferError, match="read-only"):
+            pd.reg_mr(arrow.py_buffer(b"text"), rv.Access.LOCAL_WRITE)
+
+    def test_of_arrows_may_be_written_if_it_may_change(self, pd, arrow):
+        values = arrow.allocate_buffer(4096)
+        with pd.reg_mr(values) as mr:
+            assert mr.access == rv.Access.LOCAL_WRITE
+            mr.view().array()[:] = 7
+            del mr
+        assert values.to_pybytes() == b"\7" * 4096
+
+    def test_of_arrows_lives_as_long_as_a_view(self, pd, arrow):
+        before = arrow.total_allocated_bytes()
+        mr = pd.reg_mr(arrow.allocate_buffer(1 << 20))
+        view = mr[:8]
+        del mr
+        gc.collect()
+        assert arrow.total_allocated_bytes() >= before + (1 << 20)
+        view.array()[:] = 1
+        del view
+        gc.collect()
+        assert arrow.total_allocated_bytes() == before
 
     @pytest.mark.parametrize("thing", ["text", 7, None, object(), Tensor, np.ndarray])
     def test_is_not_anything(self, pd, mr, thing):
