@@ -19,9 +19,9 @@ class RegistrationCache:
     def __new__(
         cls,
         pd: ProtectionDomain,
-        access: Access | None,
-        max_regions: SupportsIndex | None,
-        max_bytes: SupportsIndex | None,
+        access: Access | None = None,
+        max_regions: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | None = None,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def __enter__(self) -> Self: ...

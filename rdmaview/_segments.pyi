@@ -1,7 +1,7 @@
 # Written by tools/make-stubs from the docstrings: change those, not this.
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, final
+from typing import Any, Literal, SupportsIndex, final, overload
 
 import numpy.typing as npt
 from typing_extensions import Buffer, disjoint_base
@@ -16,11 +16,31 @@ class PieceList: ...
 
 @disjoint_base
 class SegmentIndex:
+    @overload
     def view_at(
-        self, addr: SupportsIndex, size: SupportsIndex, split: bool = False
+        self, addr: SupportsIndex, size: SupportsIndex, split: Literal[False] = False
+    ) -> MemoryRegionView: ...
+    @overload
+    def view_at(
+        self, addr: SupportsIndex, size: SupportsIndex, split: Literal[True]
+    ) -> ViewArray: ...
+    @overload
+    def view_at(
+        self, addr: SupportsIndex, size: SupportsIndex, split: bool
     ) -> MemoryRegionView | ViewArray: ...
+    @overload
     def view_of(
-        self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack, split: bool = False
+        self,
+        array: Buffer | npt.NDArray[Any] | _SupportsDLPack,
+        split: Literal[False] = False,
+    ) -> MemoryRegionView: ...
+    @overload
+    def view_of(
+        self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack, split: Literal[True]
+    ) -> ViewArray: ...
+    @overload
+    def view_of(
+        self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack, split: bool
     ) -> MemoryRegionView | ViewArray: ...
     def runs_of(
         self, array: Buffer | npt.NDArray[Any] | _SupportsDLPack, split: bool = False

@@ -12,8 +12,6 @@ from ._segments import SegmentIndex
 from ._verbs import Access, MemoryRegion, ProtectionDomain
 from ._view import MemoryRegionView
 
-def insort(a: Any, x: Any, lo: Any = 0, hi: Any = None, *, key: Any = None) -> Any: ...
-
 class Segment:
     def __init__(
         self, addr: int, size: int, access: Access, pieces: tuple[MemoryRegionView, ...]

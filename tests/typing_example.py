@@ -5,6 +5,7 @@ import sys
 import numpy as np
 
 import rdmaview as rv
+from rdmaview.scanners import Arena
 
 if sys.version_info >= (3, 11):
     from typing import assert_type
@@ -31,6 +32,32 @@ def send(qp: rv.QueuePair, view: rv.MemoryRegionView, wire: bytes) -> int:
     return wr_id
 
 
+def at_scale(pd: rv.ProtectionDomain, qp: rv.QueuePair) -> int:
+    """Look up arrays, and move many views at once."""
+    arena = Arena(1 << 20, step=1 << 16)
+    parts = [arena.take(64) for _ in range(10)]
+    with (
+        rv.SegmentTable(pd, rv.Access.LOCAL_WRITE | rv.Access.REMOTE_READ) as table,
+        rv.RegistrationCache(pd, max_bytes=1 << 20) as cache,
+        pd.alloc_mr(4096) as local,
+    ):
+        report = table.sync(arena.segments())
+        assert_type(report, rv.SyncReport)
+        assert_type(report.added, list[rv.Segment])
+        views = table.views_of(parts)
+        assert_type(views, rv.ViewArray)
+        assert_type(views[0], rv.MemoryRegionView)
+        assert_type(views[2:4], rv.ViewArray)
+        assert_type(table.view_of(parts[0]), rv.MemoryRegionView)
+        assert_type(table.view_of(parts[0], split=True), rv.ViewArray)
+        remote = rv.RemoteViewArray.from_bytes(views.remote().to_bytes())
+        assert_type(remote, rv.RemoteViewArray)
+        qp.reads(local.views(np.arange(10) * 64, 64), remote, timeout=5.0)
+        assert_type(cache.view_of(np.zeros(8)), rv.MemoryRegionView)
+        assert_type(cache.stats["misses"], float)
+        return len(views.coalesce())
+
+
 def main(device: str | None) -> bytes:
     """Move five bytes from one half of a segment to the other."""
     with rv.open(device) as ctx, ctx.alloc_pd() as pd, ctx.create_cq(depth=16) as cq:
@@ -46,6 +73,7 @@ def main(device: str | None) -> bytes:
             assert_type(here[1:3], rv.MemoryRegionView)
             here.array()[:] = np.frombuffer(b"hello", dtype=np.uint8)
             send(a, here, there.remote().to_bytes())
+            assert at_scale(pd, a) == 1
             rooms = {here: "here", there: "there"}
             assert_type(rooms[there], str)
             assert here.mr is mr
