@@ -15,13 +15,16 @@ def code_blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_program_runs(device_name, tmp_path, capsys):
-    (program,) = code_blocks(README, "python")
+PROGRAMS = code_blocks(README, "python")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["first", "many views"])
+def test_the_programs_run(device_name, tmp_path, capsys, program):
     assert '"soft0"' in program
     path = tmp_path / "program.py"
     path.write_text(program.replace('"soft0"', repr(device_name)))
     runpy.run_path(str(path))
-    (told,) = re.findall(r"# (b'.*')$", program, re.MULTILINE)
+    (told,) = re.findall(r"print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert capsys.readouterr().out == f"{told}\n"
 
 
@@ -45,6 +48,9 @@ def test_the_make_targets_are_there(name):
 @pytest.mark.parametrize("name", PAGES)
 def test_the_files_are_there(name):
     linked = re.findall(r"\]\(([^)#]+)\)", PAGES[name])
-    told = re.findall(r"`((?:rdmaview|include|tests|tools)/[\w./-]+)`", PAGES[name])
+    told = re.findall(
+        r"`((?:rdmaview|include|tests|tools|examples|benchmarks)/[\w./-]+)`",
+        PAGES[name],
+    )
     missing = [path for path in linked + told if not (ROOT / path).exists()]
     assert not missing

@@ -455,7 +455,7 @@ static void registration_refuses_what_a_kernel_refuses(void)
     CHECK_NULL(ibv_reg_mr(pd, pages, 0, 0), EINVAL);
     CHECK_NULL(ibv_reg_mr(pd, pages, PAGE, IBV_ACCESS_REMOTE_WRITE), EINVAL);
     CHECK_NULL(ibv_reg_mr(pd, pages, PAGE, IBV_ACCESS_REMOTE_ATOMIC), EINVAL);
-    CHECK_NULL(ibv_reg_mr(pd, pages, PAGE, IBV_ACCESS_ON_DEMAND), EINVAL);
+    CHECK_NULL(ibv_reg_mr(pd, pages, PAGE, IBV_ACCESS_ON_DEMAND), EOPNOTSUPP);
     CHECK_NULL(ibv_reg_mr(pd, NULL, SIZE_MAX, IBV_ACCESS_ON_DEMAND), EINVAL);
     CHECK_NULL(ibv_reg_mr(pd, pages, SIZE_MAX, 0), EINVAL);
     CHECK_NULL(ibv_reg_mr(pd, (void *)(UINTPTR_MAX - 10), 11, 0), EINVAL);
