@@ -406,9 +406,10 @@ def explain_registration(
     )
     if is_device:
         return detail, (
-            "An address of device memory is registered only where the device's driver "
-            "serves it to the HCA (nvidia-peermem): load that, or export the memory as "
-            "a dma-buf and use reg_dmabuf_mr"
+            "The address of device memory can be registered only if the module "
+            "nvidia-peermem is loaded, the memory is cudaMalloc's (PyTorch: without "
+            "expandable_segments in PYTORCH_CUDA_ALLOC_CONF), and the GPU's BAR has room "
+            "for it. Where that isn't so, export it as a dma-buf and use reg_dmabuf_mr"
         )
     if error == errno.EFAULT:
         detail += f"; {mapping_text(address, size)}"

@@ -241,7 +241,9 @@ class TestAnAddressOfDeviceMemory:
                 cache.view_of(make(memory))
 
     def test_that_no_driver_serves_says_what_to_do(self, pd):
-        with pytest.raises(rv.VerbsError, match=r"nvidia-peermem.*reg_dmabuf_mr"):
+        with pytest.raises(
+            rv.VerbsError, match=r"nvidia-peermem.*expandable.*BAR.*reg_dmabuf_mr"
+        ):
             pd.reg_mr_address(BASE, PAGE, is_device=True)
         assert pd.context.mr_count == 0
 
