@@ -54,7 +54,12 @@ import operator
 from . import _view
 from ._errors import DetachedViewError
 
+cdef extern from "Python.h":
+    const Py_ssize_t PY_SSIZE_T_MAX
+
 cdef extern from "view_block.h" nogil:
+    const Py_ssize_t BLOCK_ALIGNMENT
+
     void prefer_huge_pages(void *memory, size_t size)
     void *take_block(size_t size)
     void give_block(void *block, size_t size)
@@ -152,8 +157,9 @@ cdef class ViewBlock:
 
 cdef ViewBlock new_block(Py_ssize_t count, Py_ssize_t item_size):
     cdef ViewBlock memory = ViewBlock.__new__(ViewBlock)
-    memory.size = <size_t>count * <size_t>item_size
-    memory.block = take_block(memory.size)
+    if count <= PY_SSIZE_T_MAX // item_size - BLOCK_ALIGNMENT:
+        memory.size = <size_t>count * <size_t>item_size
+        memory.block = take_block(memory.size)
     if memory.block == NULL:
         raise MemoryError(f"no memory for {count} views of {item_size} bytes")
     return memory

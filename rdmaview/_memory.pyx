@@ -27,6 +27,7 @@ from posix.mman cimport (
 )
 
 import array as _array
+import math
 import mmap
 
 from . import _host
@@ -265,9 +266,20 @@ cdef int find_device_layout(object x, Layout *layout) except -1:
 
 cdef int lay_out(Layout *layout, tuple shape, tuple strides, int64_t item) except -1:
     cdef int i
+    if len(shape) > DIMENSIONS or len(shape) != len(strides):
+        raise ValueError(
+            f"shape {shape} and strides {strides} must be of one length, up to "
+            f"{DIMENSIONS}"
+        )
+    # NumPy's and other exporters' are known to be so.
+    reach = sum([(n - 1) * abs(step) for n, step in zip(shape, strides)])
+    if min(shape, default=0) < 0 or item < 0 or (
+        max(math.prod(shape) * item, reach) > 2**63 - 1
+    ):
+        raise ValueError(
+            f"shape {shape} with strides {strides} and {item} bytes an item is no array"
+        )
     layout.dimensions = len(shape)
-    if layout.dimensions > DIMENSIONS:
-        raise ValueError(f"{layout.dimensions} dimensions are over {DIMENSIONS}")
     for i in range(layout.dimensions):
         layout.shape[i] = shape[i]
         layout.strides[i] = strides[i]

@@ -497,6 +497,18 @@ def test_stale_views_are_not_told(pd, array):
         views.remote()
 
 
+@BOTH
+@pytest.mark.parametrize("count", [2**58, 2**60, 2**61, 2**62])
+def test_more_views_than_any_memory_holds_are_refused(whole, count):
+    with pytest.raises(MemoryError, match=f"no memory for {count} views"):
+        whole.grid(count, 0, 1)
+    zeros = np.broadcast_to(np.uint64(0), (count // 8,))
+    with pytest.raises(MemoryError):
+        whole.views(zeros, 1)
+    with pytest.raises(MemoryError):
+        whole.views(zeros.view("i8"), zeros)
+
+
 # The wire.
 
 

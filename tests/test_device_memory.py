@@ -240,6 +240,24 @@ class TestAnAddressOfDeviceMemory:
             with pytest.raises(TypeError, match="device memory"):
                 cache.view_of(make(memory))
 
+    @pytest.mark.parametrize(
+        ("shape", "strides"),
+        [
+            ((-1,), None),
+            ((2**32, 2**32), None),
+            ((2,), (2**63,)),
+            ((3,), (2**62,)),
+            ((8,), (2, 2)),
+            ((1,) * 65, None),
+        ],
+    )
+    def test_of_a_shape_that_no_array_has_is_refused(self, mr, memory, shape, strides):
+        array = CudaArray(memory)
+        array.__cuda_array_interface__ |= {"shape": shape, "strides": strides}
+        for call in (mr.view_of, mr.runs_of):
+            with pytest.raises(ValueError, match="shape"):
+                call(array)
+
     def test_that_no_driver_serves_says_what_to_do(self, pd):
         with pytest.raises(
             rv.VerbsError, match=r"nvidia-peermem.*expandable.*BAR.*reg_dmabuf_mr"

@@ -248,6 +248,13 @@ class TestRuns:
         with pytest.raises(TypeError, match="references to Python objects"):
             mr.runs_of(np.array([None, 1]))
 
+    @pytest.mark.parametrize("count", [2**58, 2**60, 2**61, 2**62])
+    def test_of_an_array_that_repeats_beyond_any_memory_are_refused(
+        self, mr, memory, count
+    ):
+        with pytest.raises(MemoryError, match=f"no memory for {count} views"):
+            mr.runs_of(np.broadcast_to(memory.view("u1")[:1], (count,)))
+
 
 class TestATensor:
     def test_is_registered_by_its_own_bytes(self, pd):
