@@ -44,9 +44,6 @@ cdef enum:
     LONG = 4096
     # Where a range may lie: in what was registered as a device's, in the rest, or in both.
     ANY = 2
-    # How a piece was used by an array of views; 1 is by an address.
-    BY_ARRAY = 2
-    BY_DEVICE_ARRAY = 4
 
 
 @cython.final
@@ -279,7 +276,101 @@ cdef int check_all_cuttable(object regions) except -1:
     return 0
 
 
-cdef int attach(ViewArray views, PieceList pieces, const unsigned char *used) except -1:
+@cython.final
+@cython.no_gc
+cdef class Extents:
+    """Where many arrays lie."""
+
+    cdef uint64_t *addresses
+    cdef uint64_t *sizes
+    cdef unsigned char *is_device
+    # How many of them are a device's.
+    cdef size_t devices
+
+    def __dealloc__(self):
+        free(self.addresses)
+
+
+cdef Extents find_extents(list arrays):
+    cdef Extents extents = Extents.__new__(Extents)
+    cdef size_t count = len(arrays)
+    cdef size_t i
+    cdef Extent extent
+    extents.addresses = <uint64_t *>calloc(count + 1, 2 * sizeof(uint64_t) + 1)
+    if extents.addresses == NULL:
+        raise MemoryError()
+    extents.sizes = extents.addresses + count
+    extents.is_device = <unsigned char *>(extents.sizes + count)
+    for i in range(count):
+        find_extent(arrays[<Py_ssize_t>i], &extent, True)
+        extents.addresses[i] = extent.address
+        extents.sizes[i] = extent.size
+        extents.is_device[i] = extent.is_device
+        extents.devices += extent.is_device
+    return extents
+
+
+cdef ViewArray cut_ranges(
+    PieceList pieces,
+    const uint64_t *addresses,
+    Py_ssize_t address_step,
+    const uint64_t *sizes,
+    Py_ssize_t size_step,
+    Py_ssize_t count,
+    int is_device,
+    str what,
+):
+    """Cut each range out of one piece; all are found before any is given."""
+    cdef ViewArray views = new_view_array(count, ())
+    cdef rdmaview_view *cut = <rdmaview_view *>views.start
+    cdef Py_ssize_t done
+    cdef unsigned char *used = <unsigned char *>calloc(pieces.list.count + 1, 1)
+    if used == NULL:
+        raise MemoryError()
+    pieces.readers += 1
+    try:
+        if count < LONG:
+            done = cut_pieces(
+                &pieces.list,
+                addresses,
+                address_step,
+                sizes,
+                size_step,
+                count,
+                cut,
+                used,
+            )
+        else:
+            with nogil:
+                done = cut_pieces(
+                    &pieces.list,
+                    addresses,
+                    address_step,
+                    sizes,
+                    size_step,
+                    count,
+                    cut,
+                    used,
+                )
+        if done < count:
+            raise NotRegisteredError(
+                why_not(
+                    pieces,
+                    addresses[done * address_step],
+                    sizes[done * size_step],
+                    f"{what} {done}",
+                )
+            )
+        attach(views, pieces, used, is_device)
+    finally:
+        pieces.readers -= 1
+        free(used)
+    return views
+
+
+cdef int attach(
+    ViewArray views, PieceList pieces, const unsigned char *used, int is_device
+) except -1:
     """Let an array hold the regions that it was cut from."""
     cdef list regions = []
     cdef MemoryRegion mr
@@ -289,10 +380,7 @@ cdef int attach(ViewArray views, PieceList pieces, const unsigned char *used) ex
     for i in range(pieces.list.count):
         if used[i]:
             mr = <MemoryRegion>registration_at(pieces, i)
-            if used[i] & BY_ARRAY:
-                check_kind(mr, mr.whole.virtual_addr, False)
-            if used[i] & BY_DEVICE_ARRAY:
-                check_kind(mr, mr.whole.virtual_addr, True)
+            check_kind(mr, mr.whole.virtual_addr, is_device)
             check_cuttable(mr)
             is_sorted = is_sorted and mr.whole.id > last
             last = mr.whole.id
@@ -472,47 +560,40 @@ cdef class SegmentIndex:
             As in `view_at`.
         """
         cdef list items = list(arrays)
-        cdef PieceList pieces = self.pieces
-        cdef ViewArray views
+        cdef size_t count = len(items)
+        cdef Extents extents
         cdef Split cuts
-        cdef Extent extent
-        cdef Py_ssize_t i
-        cdef size_t found
-        cdef unsigned char *used
-        if split:
-            cuts = new_split(self)
-            for i in range(len(items)):
-                find_extent(items[i], &extent, True)
-                cuts.add(
-                    extent.address, extent.size, extent.is_device, f"array {i}"
-                )
-            return cuts.result()
-        views = new_view_array(len(items), ())
-        used = <unsigned char *>calloc(pieces.list.count + 1, 1)
-        if used == NULL:
-            raise MemoryError()
-        # What an array is asked may change the table.
-        pieces.readers += 1
-        try:
-            for i in range(views.count):
-                find_extent(items[i], &extent, True)
-                found = find_piece(&pieces.list, extent.address)
-                if not cut_piece(
-                    &pieces.list,
-                    found,
-                    extent.address,
-                    extent.size,
-                    <rdmaview_view *>views.start + i,
-                ):
-                    raise NotRegisteredError(
-                        why_not(pieces, extent.address, extent.size, f"array {i}")
+        cdef size_t i
+        extents = find_extents(items)
+        if not split and extents.devices in (0, count):
+            return cut_ranges(
+                self.pieces,
+                extents.addresses,
+                1,
+                extents.sizes,
+                1,
+                count,
+                extents.devices > 0,
+                "array",
+            )
+        cuts = new_split(self)
+        for i in range(count):
+            cuts.add(
+                extents.addresses[i],
+                extents.sizes[i],
+                extents.is_device[i],
+                f"array {i}",
+            )
+            if not split and cuts.count > <Py_ssize_t>i + 1:
+                raise NotRegisteredError(
+                    why_not(
+                        self.pieces,
+                        extents.addresses[i],
+                        extents.sizes[i],
+                        f"array {i}",
                     )
-                used[found] |= BY_DEVICE_ARRAY if extent.is_device else BY_ARRAY
-            attach(views, pieces, used)
-        finally:
-            pieces.readers -= 1
-            free(used)
-        return views
+                )
+        return cuts.result()
 
     def views_at(self, addrs, sizes, split=False):
         """The views of many ranges of memory; all are found before any is given.
@@ -544,65 +625,28 @@ cdef class SegmentIndex:
         cdef Column address = parse_column(addrs, "addrs")
         cdef Column size = parse_column(sizes, "sizes")
         cdef Py_ssize_t count = common_count(address, size)
-        cdef PieceList pieces = self.pieces
-        cdef ViewArray views
         cdef Split cuts
         cdef Py_ssize_t i
-        cdef Py_ssize_t done
-        cdef unsigned char *used
-        if split:
-            cuts = new_split(self)
-            for i in range(count):
-                cuts.add(
-                    address.values[i * address.step],
-                    size.values[i * size.step],
-                    ANY,
-                    f"range {i}",
-                )
-            return cuts.result()
-        views = new_view_array(count, ())
-        used = <unsigned char *>calloc(pieces.list.count + 1, 1)
-        if used == NULL:
-            raise MemoryError()
-        pieces.readers += 1
-        try:
-            if count < LONG:
-                done = cut_pieces(
-                    &pieces.list,
-                    address.values,
-                    address.step,
-                    size.values,
-                    size.step,
-                    count,
-                    <rdmaview_view *>views.start,
-                    used,
-                )
-            else:
-                with nogil:
-                    done = cut_pieces(
-                        &pieces.list,
-                        address.values,
-                        address.step,
-                        size.values,
-                        size.step,
-                        count,
-                        <rdmaview_view *>views.start,
-                        used,
-                    )
-            if done < count:
-                raise NotRegisteredError(
-                    why_not(
-                        pieces,
-                        address.values[done * address.step],
-                        size.values[done * size.step],
-                        f"range {done}",
-                    )
-                )
-            attach(views, pieces, used)
-        finally:
-            pieces.readers -= 1
-            free(used)
-        return views
+        if not split:
+            return cut_ranges(
+                self.pieces,
+                address.values,
+                address.step,
+                size.values,
+                size.step,
+                count,
+                ANY,
+                "range",
+            )
+        cuts = new_split(self)
+        for i in range(count):
+            cuts.add(
+                address.values[i * address.step],
+                size.values[i * size.step],
+                ANY,
+                f"range {i}",
+            )
+        return cuts.result()
 
     # What SegmentTable changes it by. No Python code runs within.
 

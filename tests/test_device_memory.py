@@ -213,6 +213,21 @@ class TestAnAddressOfDeviceMemory:
                 found.view_of(make(memory[:3, :8]))
         assert list(table.view_of(make(part), split=True)) == [view]
 
+    @each_kind
+    def test_is_found_among_host_memory(self, table, memory, make):
+        host = np.zeros(256, "u1")
+        table.register(host[:128])
+        table.register(host[128:])
+        parts = [host[8:16], make(memory[:2]), host[128:], make(memory[3:4])]
+        views = table.views_of(parts)
+        assert list(views) == [table.view_of(part) for part in parts]
+        assert table.views_of(parts, split=True) == views
+        with pytest.raises(rv.NotRegisteredError, match="array 4.*straddle"):
+            table.views_of([*parts, host])
+        assert len(table.views_of([*parts, host], split=True)) == 6
+        with pytest.raises(rv.NotRegisteredError, match="host memory"):
+            table.views_of([*parts, make(host[:8])])
+
     def test_is_not_taken_for_host_memory(self, mr, table, memory):
         for call in (
             mr.view_of,
